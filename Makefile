@@ -8,7 +8,7 @@ FUZZTIME ?= 10s
 CHAOSTIME ?= 60s
 SOAKTIME ?= 10m
 # What a test that hangs may take, of each package. A busy machine needs more: make test LIMIT=60m
-LIMIT ?= 15m
+LIMIT ?= 30m
 GODIRS = api bench cluster cmd demo docs guest hostd internal lab migrate mmio passthrough test
 # The folder may be somebody else's, as in CI.
 GIT = git -c safe.directory='*'
@@ -17,7 +17,7 @@ STAMP := $(shell git rev-parse HEAD >/dev/null 2>&1 && echo -buildvcs=true || ec
 GOLANGCI = github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.12.2
 
 .DEFAULT_GOAL := build
-.PHONY: setup build programs binaries deb test test-loaded modes mixed check unit conform e2e cluster-e2e libvirt-e2e property demo cluster-demo remote-demo cuda-demo mmio-demo mutate-mmio bench fuzz fuzz-c chaos chaos-cluster soak-hostile generate lint clean
+.PHONY: bad-network setup build programs binaries deb test test-loaded modes mixed check unit conform e2e cuda-e2e cluster-e2e libvirt-e2e property demo cluster-demo remote-demo cuda-demo mmio-demo mutate-mmio bench fuzz fuzz-c chaos chaos-cluster soak-hostile soak-remote generate lint clean
 
 setup:
 	@packaging/setup.sh
@@ -39,6 +39,16 @@ binaries:
 	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-cuda-demo ./demo/cuda
 	guest/opencl/icd/build.sh lib/libgpuctl-opencl.so
 
+# GPUs of other hosts over a network that loses packets and is cut. Root is needed.
+bad-network:
+	GPUCTL_TEST_BAD_NETWORK=1 $(GO) test -count=1 -timeout $(LIMIT) -run 'BadNetwork|NetworkIsGone' -v ./test/e2e
+
+# Programs that check themselves compute on remote and local GPUs in turn, while the cable is pulled at random. As root.
+soak-remote: SOAKTIME = 1h
+soak-remote: build
+	GPUCTL_SOAK_REMOTE=$(SOAKTIME) $(GO) test -count=1 -timeout 0 -run '^TestSoakRemote$$' -v ./test/e2e
+	GPUCTL_SOAK_REMOTE=$(SOAKTIME) $(GO) test -count=1 -timeout 0 -run '^TestMappedRegionsGoAlong' -v ./test/property
+
 # The package for VMs.
 deb: build
 	packaging/deb/build.sh
@@ -48,7 +58,7 @@ programs:
 	@$(MAKE) --no-print-directory -C test/cuda
 	CGO_ENABLED=1 $(GO) build -trimpath -o bin/gpuguest-carried ./test/rig/carried
 
-test: build check unit modes mixed cluster-e2e libvirt-e2e
+test: build check unit modes mixed cuda-e2e cluster-e2e libvirt-e2e
 	@echo "all tests passed"
 
 # What swaps GPUs, on such as compute in the host's memory, and on such as have memory of their own, as cards have. "mixed" has both.
@@ -95,7 +105,11 @@ libvirt-e2e:
 	$(GO) test -count=1 -p 1 -timeout $(LIMIT) -v ./test/libvirt ./test/migrate
 
 e2e:
-	$(GO) test -count=1 -timeout $(LIMIT) -skip '^TestConform' -v ./test/e2e
+	$(GO) test -count=1 -timeout $(LIMIT) -skip '^TestConform|^TestCUDA' -v ./test/e2e
+
+# CUDA programs on the fake of NVIDIA's driver, which has one kind of memory.
+cuda-e2e:
+	$(GO) test -count=1 -timeout $(LIMIT) -run '^TestCUDA' -v ./test/e2e
 
 # property compares random programs that are swapped with the same unswapped.
 property:

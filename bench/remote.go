@@ -46,13 +46,20 @@ func (b *bench) remote(ctx context.Context) error {
 		for _, k := range []string{"write_gbs", "read_gbs"} {
 			ratio := v(way, k) / stream
 			name := fmt.Sprintf("%s of %d MiB over %s; native: the raw stream", k[:len(k)-4], b.mib, way)
-			b.report.add(name, "GB/s", stream, v(way, k), "0.85 x the stream", func() bool { return ratio >= 0.85 })
+			target, pass := "0.85 x the stream", func() bool { return ratio >= 0.85 }
+			if way == "tls" { // the raw stream is not encrypted
+				target, pass = "", nil
+			}
+			b.report.add(name, "GB/s", stream, v(way, k), target, pass)
 		}
+		b.report.add(fmt.Sprintf("map of %d MiB over %s", b.mib, way), "ms", v("", "map_ms"), v(way, "map_ms"), "", nil)
+		b.report.add("its unmap, after one page was written", "ms", v("", "unmap_page_ms"), v(way, "unmap_page_ms"), "", nil)
+		b.report.add("1024 regions of 1 KiB mapped, written and unmapped over "+way, "ms", v("", "regions_ms"), v(way, "regions_ms"), "", nil)
 	}
-	if err := b.goHome(ctx, "1000 live objects, 10⁶ past calls", "--mib", "4"); err != nil {
+	if err := b.goHome(ctx, stream, "1000 live objects, 10⁶ past calls", "--mib", "4"); err != nil {
 		return err
 	}
-	return b.goHome(ctx, "1024 regions of 1 KiB", "--calls", "5000", "--live", "1142", "--mib", "1") // 1024 of them are buffers
+	return b.goHome(ctx, stream, "1024 regions of 1 KiB", "--calls", "5000", "--live", "1142", "--mib", "1") // 1024 of them are buffers
 }
 
 // clbench runs clbench on the GPUs of a rig whose executors are reached in that way.
@@ -90,8 +97,9 @@ func (b *bench) startCarried(ctx context.Context, way string) (*rig.Rig, error) 
 	return b.start(ctx)
 }
 
-// goHome moves a session from a remote GPU to a local one, and back, a few times.
-func (b *bench) goHome(ctx context.Context, what string, args ...string) error {
+// goHome moves a session from a remote GPU to a local one, and back, a few times. What the
+// bytes that were copied in the downtime take on the raw stream is not counted.
+func (b *bench) goHome(ctx context.Context, stream float64, what string, args ...string) error {
 	r, err := b.startCarried(ctx, "mixed")
 	if err != nil {
 		return err
@@ -115,14 +123,15 @@ func (b *bench) goHome(ctx context.Context, what string, args ...string) error {
 		if err != nil {
 			return err
 		}
+		beyond := float64(s.Stopped)/1e6 - float64(s.Frozen)/stream/1e6
 		if i%2 == 0 {
-			home = append(home, float64(s.Stopped)/1e6)
+			home = append(home, beyond)
 		} else {
-			away = append(away, float64(s.Stopped)/1e6)
+			away = append(away, beyond)
 		}
 	}
-	b.report.add("remote to local, "+what+": downtime, p50", "ms", 0, median(home), "20", func() bool { return median(home) <= 20 })
-	b.report.add("local to remote, "+what+": downtime, p50", "ms", 0, median(away), "", nil)
+	b.report.add("remote to local, "+what+": downtime beyond dirty bytes / stream, p50", "ms", 0, median(home), "20", func() bool { return median(home) <= 20 })
+	b.report.add("local to remote, "+what+": the same", "ms", 0, median(away), "", nil)
 	_ = stdin.Close()
 	line, err := wait()
 	if err == nil && line != "ok" {

@@ -5,10 +5,13 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"strings"
 
 	"github.com/gpuctl/gpuctl/hostd/cards/platform"
 	"github.com/gpuctl/gpuctl/hostd/mediated"
 	"github.com/gpuctl/gpuctl/hostd/sessions"
+	"github.com/gpuctl/gpuctl/internal/durable"
+	"github.com/gpuctl/gpuctl/internal/hook/wire"
 	"github.com/gpuctl/gpuctl/mmio/server"
 )
 
@@ -51,13 +54,25 @@ func (m *wiring) mediate(o Options, host *sessions.Host, dir string) (err error)
 			}
 			return processes.Get(ctx, gpu)
 		},
+		List: func(have, arrive []string) error { // gpuctl-hook reads these when hostd does not run
+			if len(have) == 0 && len(gpus) == 0 {
+				return nil
+			}
+			lines := func(name string, uuids []string) error {
+				return durable.Replace(filepath.Join(o.Dir, name), []byte(strings.Join(uuids, "\n")+"\n"), 0o600)
+			}
+			return errors.Join(lines(wire.PartsName, have), lines(wire.ArrivalsName, arrive))
+		},
+		Over: func(ctx context.Context, migration string) (over, here bool) {
+			return host.Migrations.Over(ctx, migration)
+		},
 		Event: host.RecordCardEvent, Log: o.Log,
 	})
 	if err != nil {
 		return err
 	}
 	host.Mediated = m.mediated
-	m.cards.PrepareStart = m.mediated.PrepareStart
+	m.cards.PrepareStart, m.cards.Arrived = m.mediated.PrepareStart, m.mediated.Arrived
 	return nil
 }
 

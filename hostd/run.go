@@ -101,6 +101,8 @@ func Run(ctx context.Context, o Options) (err error) {
 	wg.Go(func() { wired.mediated.Run(work) })
 	wg.Go(func() { wired.cards.FollowDomains(work, wired.mediated.Kick) })
 	wg.Go(func() { host.Migrations.Run(work) })
+	wg.Go(func() { wired.borrow.Run(work) })
+	wg.Go(func() { wired.serving.Run(work) })
 	if wired.lend != nil {
 		wg.Go(func() { wired.lend.Serve(work) })
 	}

@@ -22,6 +22,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/replica"
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/guest/lease"
+	"github.com/gpuctl/gpuctl/hostd/borrow"
 	"github.com/gpuctl/gpuctl/hostd/cards/cardapi"
 	"github.com/gpuctl/gpuctl/hostd/cards/platform"
 	"github.com/gpuctl/gpuctl/hostd/config"
@@ -36,6 +37,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/migration/stash"
 	"github.com/gpuctl/gpuctl/hostd/network"
 	"github.com/gpuctl/gpuctl/hostd/network/nics"
+	"github.com/gpuctl/gpuctl/hostd/servicevm"
 	"github.com/gpuctl/gpuctl/hostd/sessions"
 	"github.com/gpuctl/gpuctl/hostd/telemetry/metrics"
 	"github.com/gpuctl/gpuctl/hostd/telemetry/trace"
@@ -56,7 +58,10 @@ type wiring struct {
 
 	mediated *mediated.Keeper
 
-	lend *lend.Port // nil: no GPU is lent
+	lend   *lend.Port     // nil: no GPU is lent
+	borrow *borrow.Keeper // of VMs
+
+	serving *servicevm.Keeper
 
 	network *network.Host
 	nics    *nics.Manager
@@ -189,6 +194,7 @@ func (m *wiring) open(ctx context.Context, o Options, host *sessions.Host, name 
 	}
 	host.Site = &endpoint.Local{
 		Name: name, Keeper: m.cards.Keeper, Client: m.cards.Client, VMs: m.cards.Keeper.VMs, Files: statFile, Log: o.Log,
+		Parts:  m.mediated,
 		Unsafe: o.Config.Devices.UnsafeDisks, TLS: o.Config.Devices.MigrationTLS,
 		URI: func(to string) (string, string, error) {
 			address, err := m.node.Address(to)
@@ -204,8 +210,8 @@ func (m *wiring) open(ctx context.Context, o Options, host *sessions.Host, name 
 			}
 			return link
 		},
-		LockManager: func() string { return virt.LockManager(sysfs.Dir("/"), virt.Driver(m.cards.Scheme())) },
-		Rate:        m.rate, Follow: m.follow, Peer: func(to string) (gpuctlv1connect.SiteServiceClient, error) { return m.node.Site(to) },
+		Locks: func() virt.Locks { return virt.LocksOf(sysfs.Dir("/"), virt.Driver(m.cards.Scheme())) }, Others: m.others,
+		Rate: m.rate, Follow: m.follow, Peer: func(to string) (gpuctlv1connect.SiteServiceClient, error) { return m.node.Site(to) },
 	}
 	m.guests = endpoint.NewGuests(host.Site, host.PCI.Cards, o.Log)
 	m.guests.Locks = o.Dir
@@ -227,10 +233,74 @@ func (m *wiring) open(ctx context.Context, o Options, host *sessions.Host, name 
 	}
 	host.Migrations = migration.New(migration.Config{
 		Node: m.node, VMs: host.Devices.Everywhere, Ready: host.Ready, Most: o.Config.Devices.Migrations, Log: o.Log,
+		Rehearse: host.Site.Rehearse,
 	})
-	host.Site.Party = host.Migrations.Party
+	host.Site.Party, host.Site.Borrows, host.Pending = host.Migrations.Party, host.Migrations.Borrows, host.Migrations.Pending
+	host.Site.MovedTo, host.Site.Member = host.Migrations.MovedTo, m.knows
+	if m.lend != nil {
+		host.Site.Lender, host.Site.Grants = host, host
+	}
+	host.VMs = lentVMs{host.Site, host.Migrations}
+	m.borrow = borrow.New(borrow.Config{Node: m.node, Site: host.Site, VMs: m.cards.Keeper.VMs, Log: o.Log})
+	host.Devices.Remote = m.borrow
+	if err := m.serveVMs(o, host, name); err != nil {
+		return err
+	}
 	m.cards.Keeper.Guests, m.cards.Keeper.Pending = m.guests, host.Migrations.Pending
 	return nil
+}
+
+// serveVMs takes over the service VMs of this host.
+func (m *wiring) serveVMs(o Options, host *sessions.Host, name string) (err error) {
+	file := ""
+	if o.Data != "" {
+		file = filepath.Join(o.Data, "service-vms.json")
+	}
+	m.serving, err = servicevm.New(servicevm.Config{
+		File: file, Host: name, Site: host.Site, VMs: m.cards.Keeper.VMs, Cards: m.cards.Keeper, Claims: host, Loopback: m.loopback, Log: o.Log,
+	})
+	if err != nil {
+		return err
+	}
+	host.Servers, host.Devices.Service, host.Site.Serves, m.cards.Keeper.Serving = m.serving, m.serving, m.serving.Serves, m.serving
+	return nil
+}
+
+// loopback reports whether other hosts reach this one at an address of this machine only, as
+// in a test of several on one.
+func (m *wiring) loopback() bool {
+	address, err := m.node.Address(m.node.HostName())
+	if err != nil {
+		return false
+	}
+	at, err := netip.ParseAddr(address)
+	return err == nil && at.IsLoopback()
+}
+
+// lentVMs tells where the VMs are that have GPUs of this host.
+type lentVMs struct {
+	*endpoint.Local
+	*migration.Manager
+}
+
+// knows reports whether a host is in the cluster, or whether that is unknown.
+func (m *wiring) knows(host string) bool {
+	v := m.node.View()
+	return v == nil || v.Host(host) != nil
+}
+
+// others returns the names of the other hosts of the cluster.
+func (m *wiring) others() (names []string) {
+	v := m.node.View()
+	if v == nil {
+		return nil
+	}
+	for h := range v.Hosts() {
+		if h.GetName() != m.node.HostName() {
+			names = append(names, h.GetName())
+		}
+	}
+	return names
 }
 
 // sweep removes what interrupted migrations have left on this host: GPU states, and

@@ -55,7 +55,7 @@ func (l *Lab) computeBase(ctx context.Context) (string, error) {
 func (l *Lab) computeLayer(ctx context.Context) (string, error) {
 	root := filepath.Dir(l.source)
 	files, err := digest(root, "packaging/deb", "guest/opencl/icd", "lab/guestimage/layer.sh", "lab/guestimage/rc.sh", "test/cl/Makefile", "test/cl/clx.h",
-		"test/cl/endure.c", "test/cl/stream.c")
+		"test/cl/endure.c", "test/cl/stream.c", "test/cuda/Makefile", "test/cuda/cudaloop.c", "test/cuda/fakecard.c", "test/cuda/fake")
 	if err != nil {
 		return "", err
 	}

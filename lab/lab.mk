@@ -40,15 +40,16 @@ LAB_PKGS ?= ./lab/labtest ./test/xen
 lab-test: build lab-program
 	GPUCTL_LAB=1 $(GO) test -count=1 -p 1 -timeout $(LAB_TIMEOUT) -v -skip '^TestMigrate|^TestComputeGuest|^TestBench|^TestVchan|^TestMediated' $(LAB_PKGS)
 
-# Two guests of real Xen with parts of one mediated GPU, one of them hostile.
-lab-mmio: lab-program
-	GPUCTL_LAB=1 $(GO) test -count=1 -p 1 -timeout 1h -v -run '^TestMediated$$' ./lab/labtest
+# Two guests of real Xen with parts of one mediated GPU, one of them hostile. Then
+# one that computes moves to the other host and back.
+lab-mmio: build lab-program
+	GPUCTL_LAB=1 $(GO) test -count=1 -p 1 -timeout 2h -v -run '^TestMediated(Move)?$$' $(LAB_PKGS)
 
 # A VM that computes gets a lower model, goes to the other host, gets a higher
 # one; then goes there and back while one thing after the other goes wrong.
 # Before, the way that states take which have no room in their VM.
 lab-migrate: build lab-program
-	GPUCTL_LAB=1 $(GO) test -count=1 -p 1 -timeout 3h -v -run '^Test(Vchan|Migrate(Away|Faults)?)$$' $(LAB_PKGS)
+	GPUCTL_LAB=1 $(GO) test -count=1 -p 1 -timeout 3h -v -run '^Test(Vchan|Migrate(Away|Live|CUDA|Faults)?)$$' $(LAB_PKGS)
 
 # Such a VM goes round while hostd is killed KILLS times.
 KILLS ?= 200

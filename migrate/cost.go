@@ -67,6 +67,7 @@ type rate struct {
 // CostModel predicts the time of steps from earlier migrations.
 type CostModel struct {
 	rates map[string]rate
+	swaps rate // downtime of a swap of all sessions: the fixed part
 	away  rate // of states that leave the VM in a freeze and come back in a thaw
 }
 
@@ -74,11 +75,13 @@ type CostModel struct {
 // migration.
 func NewCostModel() *CostModel {
 	const second = time.Second
-	return &CostModel{rates: map[string]rate{
+	return &CostModel{swaps: rate{fixed: second / 5}, rates: map[string]rate{
 		StepReserve: {fixed: second / 50}, StepPrepare: {fixed: second}, StepFreeze: {fixed: second / 20, perGiB: second / 10},
 		StepRelease: {fixed: second / 5}, StepDetach: {fixed: 3 * second}, StepMove: {fixed: 3 * second, perGiB: 10 * second},
 		StepAttach: {fixed: 2 * second}, StepAwait: {fixed: second}, StepThaw: {fixed: second, perGiB: second / 10},
+		StepPark: {fixed: second / 10}, StepRestore: {fixed: second}, StepDrop: {fixed: second / 10}, StepRenew: {fixed: second / 10},
 		StepCommit: {fixed: second / 50}, StepClean: {fixed: 2 * second},
+		StepBorrow: {fixed: second / 10}, StepSwap: {fixed: 2 * second, perGiB: 10 * second}, StepHome: {fixed: 2 * second, perGiB: 10 * second},
 		StepStop: {fixed: 20 * second}, StepDefine: {fixed: second / 5}, StepStart: {fixed: 10 * second},
 	}}
 }
@@ -101,6 +104,12 @@ func (c *CostModel) Learn(m *clusterv1.Migration) {
 			continue
 		}
 		took := time.Duration(s.GetTookNs())
+		if n := time.Duration(s.GetStoppedNs()); n > 0 {
+			w := c.swaps.weight()
+			c.swaps.miss(c.swaps.fixed, n)
+			c.swaps.fixed = mix(c.swaps.fixed, n, w)
+			c.swaps.seen++
+		}
 		if away := m.GetMachine().GetAwayBytes(); away > 0 && (s.GetName() == StepFreeze || s.GetName() == StepThaw) {
 			// Nearly all of the time was for the states that left the VM.
 			if away >= leastAway {
@@ -158,10 +167,36 @@ func mix(old, now time.Duration, w float64) time.Duration {
 	return time.Duration(float64(old)*(1-w) + float64(now)*w)
 }
 
+// Estimates of the downtime of applications that compute while their VM moves.
+const (
+	movePause = time.Second // of the VM itself, when it changes hosts
+	dirtyPart = 20          // a swap copies the last twentieth of the state while it is frozen
+	slowLink  = 100 << 20   // bytes per second, if the link is unknown
+)
+
+// pause returns the downtime that a step causes of applications on a remote GPU.
+func (c *CostModel) pause(name string, state, link uint64) (time.Duration, Range) {
+	switch name {
+	case StepSwap, StepHome:
+		d := c.swaps.fixed
+		if c.swaps.seen == 0 {
+			d += time.Duration(float64(state) / dirtyPart / float64(cmp.Or(link, slowLink)) * float64(time.Second))
+		}
+		return d, c.swaps.rangeOf(d)
+	case StepMove:
+		return movePause, rate{}.rangeOf(movePause)
+	}
+	return 0, Range{Measured: true}
+}
+
 // price returns the cost of a candidate, step by step. link is in bytes per second.
-func (c *CostModel) price(m VMFacts, host, gpu string, link uint64, cold bool) (Cost, []Step) {
-	move := &clusterv1.MachineMove{Name: m.Name, FromHost: m.Host, ToHost: host, ToGpu: gpu, Cold: cold}
-	if !cold {
+func (c *CostModel) price(r Request, m VMFacts, host, gpu string, link uint64) (Cost, []Step) {
+	far := r.far
+	move := &clusterv1.MachineMove{Name: m.Name, FromHost: m.Host, ToHost: host, ToGpu: gpu, Cold: r.Cold, Parts: m.PartGPUs()}
+	if far != nil {
+		move.FarGpu = far.ID
+	}
+	if !r.Cold && far == nil {
 		move.AwayBytes = sum(m.Agent.away(nil))
 	}
 	if len(m.GPUs) > 0 {
@@ -169,13 +204,13 @@ func (c *CostModel) price(m VMFacts, host, gpu string, link uint64, cold bool) (
 	}
 	var cost Cost
 	var out []Step
-	stopped := false
+	stopped, parked := false, false
 	cost.TotalRange.Measured, cost.StopRange.Measured = true, true
 	for _, s := range steps(move) {
 		r := c.rates[s.name]
 		p := Step{Name: s.name, What: s.what, Undo: s.undone, Predicted: r.fixed}
 		switch s.name {
-		case StepFreeze, StepThaw:
+		case StepFreeze, StepThaw, StepSwap, StepHome:
 			p.Bytes = m.state()
 		case StepMove:
 			p.Bytes = m.Memory
@@ -185,6 +220,9 @@ func (c *CostModel) price(m VMFacts, host, gpu string, link uint64, cold bool) (
 			if s.name == StepMove && link > 0 && r.seen == 0 {
 				grows = max(grows, time.Duration(float64(p.Bytes)/float64(link)*float64(time.Second)))
 			}
+			if far != nil && far.Link > 0 && r.seen == 0 && (s.name == StepSwap || s.name == StepHome) {
+				grows = time.Duration(float64(p.Bytes) / float64(far.Link) * float64(time.Second))
+			}
 			p.Predicted += grows
 		}
 		p.Range = r.rangeOf(p.Predicted)
@@ -193,16 +231,23 @@ func (c *CostModel) price(m VMFacts, host, gpu string, link uint64, cold bool) (
 			p.Range = p.Range.plus(c.away.rangeOf(t))
 		}
 		stopped = stopped || s.name == StepFreeze || s.name == StepStop
+		parked = parked || s.name == StepPark
 		cost.Total += p.Predicted
 		cost.TotalRange = cost.TotalRange.plus(p.Range)
 		cost.Bytes += p.Bytes
-		if stopped {
+		if stopped || parked {
 			cost.Stop += p.Predicted
 			cost.StopRange = cost.StopRange.plus(p.Range)
+		}
+		if far != nil {
+			d, within := c.pause(s.name, p.Bytes, far.Link)
+			cost.Stop += d
+			cost.StopRange = cost.StopRange.plus(within)
 		}
 		if s.name == StepThaw || s.name == StepStart {
 			stopped = false
 		}
+		parked = parked && s.name != StepRestore
 		out = append(out, p)
 	}
 	return cost, out

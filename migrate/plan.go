@@ -66,7 +66,11 @@ const (
 	ReasonSessions     = "too_many_sessions"
 	ReasonCUDA         = "cuda"
 	ReasonChip         = "chip"
+	ReasonLockManager  = "lock_manager"
+	ReasonServes       = "serves"
 	NoteLockManager    = "no_lock_manager" // only a note
+	NoteUnlocked       = "not_locked"      // only a note
+	NoteSlot           = "slot"            // only a note
 )
 
 // VMFacts are what a plan needs to know about the VM.
@@ -75,11 +79,17 @@ type VMFacts struct {
 	Host         string
 	Passthrough  bool // its definition permits PCI hotplug
 	Disks        []Disk
-	OtherDevices []string // host devices that are not GPUs
-	GPUs         []string // ids
-	Migration    string   // its migration that is in progress
+	OtherDevices []string   // host devices that are not GPUs
+	GPUs         []string   // ids
+	Migration    string     // its migration that is in progress
+	Far          []FarFacts // GPUs with a runtime that hosts could lend to it
+	Parts        []PartFacts
 	Agent        *AgentFacts
 	AgentError   string // why Agent is nil
+	Serves       string // why it must stay where it is, as a service VM; empty: it may go
+	// Unlocked are files of its disks that its host's lock manager should have locked, and
+	// has not.
+	Unlocked []string
 }
 
 // Disk is a disk or other file of a VM.
@@ -212,6 +222,10 @@ type HostFacts struct {
 	// LockManager is libvirt's lock manager that prevents a VM from running on two hosts;
 	// empty: none.
 	LockManager string
+	// LockManagerError is why it does not answer; empty: it does. No VM can be started there
+	// then, or received, or go on after a migration that failed.
+	LockManagerError string
+	PartRoom         []PartRoom
 }
 
 // GPUFacts are what a plan needs to know about a card.
@@ -235,6 +249,9 @@ type Request struct {
 	To       string        // host, GPU id or model; empty: any
 	Deadline time.Duration // longest total time; 0: any
 	Cold     bool          // stop the VM if it cannot be migrated live
+	Live     Live          // whether its applications compute on a remote GPU meanwhile
+
+	far *FarFacts // the remote GPU of this plan; nil: they are frozen
 }
 
 // Candidate is a card that the VM can get.
@@ -271,6 +288,8 @@ type Plan struct {
 	// plan without that, which is impossible.
 	Cold bool
 	Warm *Plan
+	// Live is about the remote GPU; nil: nobody asks for one.
+	Live *LivePlan
 }
 
 // Possible reports whether the plan can be executed.
@@ -286,7 +305,7 @@ func because(code, format string, args ...any) *gpuctlv1.Reason {
 func Make(r Request, m VMFacts, hosts []HostFacts, model *CostModel) *Plan {
 	cold := r.Cold
 	r.Cold = false
-	p := judge(r, m, hosts, model)
+	p := running(r, m, hosts, model)
 	if p.Possible() || !cold {
 		return p
 	}
@@ -300,8 +319,12 @@ func Make(r Request, m VMFacts, hosts []HostFacts, model *CostModel) *Plan {
 func judge(r Request, m VMFacts, hosts []HostFacts, model *CostModel) *Plan {
 	p := &Plan{VM: m, Reasons: againstVM(r, m)}
 	var current GPUFacts
+	var home HostFacts
 	for _, h := range hosts {
-		if h.Name == m.Host && !r.Cold && len(m.GPUs) > 0 {
+		if h.Name == m.Host {
+			home = h
+		}
+		if h.Name == m.Host && !r.Cold && r.far == nil && len(m.GPUs) > 0 {
 			p.Reasons = append(p.Reasons, againstKeeping(m, h)...)
 			p.Away = sum(m.Agent.away(nil))
 		}
@@ -312,7 +335,7 @@ func judge(r Request, m VMFacts, hosts []HostFacts, model *CostModel) *Plan {
 		}
 	}
 	for _, h := range hosts {
-		if reasons := againstHost(r, m, h); len(reasons) > 0 {
+		if reasons := append(againstHost(r, m, h), againstLocks(m, home, h)...); len(reasons) > 0 {
 			p.Rejected = append(p.Rejected, Rejection{Host: h.Name, Reasons: reasons})
 			continue
 		}
@@ -324,8 +347,11 @@ func judge(r Request, m VMFacts, hosts []HostFacts, model *CostModel) *Plan {
 		}
 		fits := false
 		for _, g := range h.GPUs {
-			if len(m.GPUs) > 0 && g.ID == m.GPUs[0] {
-				continue
+			if g.ID == m.GPUs[0] {
+				if r.To != g.ID || r.Verb != Migrate || r.Cold {
+					continue
+				}
+				g.Holder, g.Health, g.IsCordoned = "", "", false // it is taken from the VM, reset and given back
 			}
 			reasons := againstGPU(r, m, current, g)
 			if len(reasons) > 0 {
@@ -346,24 +372,74 @@ func judge(r Request, m VMFacts, hosts []HostFacts, model *CostModel) *Plan {
 	return p
 }
 
-// notes returns information for the operator that does not prevent the migration.
-func notes(m VMFacts, hosts []HostFacts, candidates []Candidate) (out []*gpuctlv1.Reason) {
-	if len(candidates) == 0 || candidates[0].Host == m.Host {
+// againstLocks returns why the lock managers of the VM's host and another one do not permit
+// the VM to be moved between them. Without the one at home, the VM could not go on there if
+// the move failed.
+func againstLocks(m VMFacts, home, to HostFacts) (out []*gpuctlv1.Reason) {
+	if to.Name == m.Host {
 		return nil
 	}
-	var bare []string
+	for _, h := range []HostFacts{home, to} {
+		if h.LockManagerError != "" {
+			out = append(out, because(ReasonLockManager, "libvirt's lock manager does not answer on host %s, and without it VM %s can neither run nor go on there (%s): systemctl start virtlockd.socket there, then systemctl restart libvirtd if file_lockspace_dir is set", h.Name, m.Name, h.LockManagerError))
+		}
+	}
+	return out
+}
+
+// notes returns information for the operator that does not prevent the migration.
+func notes(m VMFacts, hosts []HostFacts, candidates []Candidate) (out []*gpuctlv1.Reason) {
+	if len(candidates) == 0 {
+		return nil
+	}
+	for _, h := range hosts {
+		if h.Name == candidates[0].Host && h.Hypervisor == "xen" && len(m.Agent.ofDriver()) > 0 {
+			out = append(out, because(NoteSlot, "libvirt tells Xen of no address for a card that is plugged in: VM %s gets it on its first free slot, which as a rule is the one that its card had; if not, its CUDA programs that ask for the address of their GPU are told the old one", m.Name))
+		}
+	}
+	if candidates[0].Host == m.Host {
+		return out
+	}
+	bare := unlocked(m, hosts, candidates[0].Host)
 	file := ""
 	for _, h := range hosts {
-		if h.LockManager == "" && (h.Name == m.Host || h.Name == candidates[0].Host) {
-			bare = append(bare, h.Name)
+		if slices.Contains(bare, h.Name) {
 			file = map[string]string{"xen": "libxl.conf"}[h.Hypervisor]
 		}
 	}
+	if len(m.Unlocked) > 0 {
+		out = append(out, because(NoteUnlocked, "libvirt's lock manager on host %s has not locked %s of VM %s, so another host could start it: virtlockd was set up, killed or restarted after the VM was started; virsh suspend and virsh resume on host %s lock it again, as does its move",
+			m.Host, strings.Join(m.Unlocked, ", "), m.Name, m.Host))
+	}
 	if len(bare) == 0 {
-		return nil
+		return out
+	}
+	if protected(hosts, bare) {
+		return append(out, because(NoteLockManager, "libvirt on Xen lets VM %s go on on host %s if the last answer of the live migration is lost, whatever its lock manager says: it may run on both hosts then, with the same disks; the lock manager only keeps it from being started twice",
+			m.Name, m.Host))
 	}
 	return append(out, because(NoteLockManager, "libvirt has no lock manager on %s: if the last answer of the live migration is lost, VM %s may run on both hosts, with the same disks; lock_manager = \"lockd\" in /etc/libvirt/%s, and virtlockd on shared storage, keep it from that",
 		strings.Join(bare, " and "), m.Name, cmp.Or(file, "qemu.conf")))
+}
+
+// unlocked returns which of the VM's host and its destination have no lock manager that
+// prevents the VM from running on both after a lost answer. A VM that stays on its host needs
+// none. On Xen the VM's host has none, whatever is configured: libvirt's driver resumes the VM
+// there without regard to what the lock manager says (libxl_migration.c,
+// libxlDomainMigrationSrcConfirm).
+func unlocked(m VMFacts, hosts []HostFacts, to string) (out []string) {
+	for _, h := range hosts {
+		resumes := h.Name == m.Host && h.Hypervisor == "xen"
+		if to != m.Host && (h.LockManager == "" || resumes) && (h.Name == m.Host || h.Name == to) {
+			out = append(out, h.Name)
+		}
+	}
+	return out
+}
+
+// protected reports whether all of these hosts have a lock manager, which does not suffice.
+func protected(hosts []HostFacts, names []string) bool {
+	return !slices.ContainsFunc(hosts, func(h HostFacts) bool { return h.LockManager == "" && slices.Contains(names, h.Name) })
 }
 
 // add adds a candidate if it meets the deadline.
@@ -382,6 +458,9 @@ func againstVM(r Request, m VMFacts) (out []*gpuctlv1.Reason) {
 		if when {
 			out = append(out, because(code, format, args...))
 		}
+	}
+	if m.Serves != "" { // what computes in it is neither frozen nor moved
+		return []*gpuctlv1.Reason{because(ReasonServes, "%s", m.Serves)}
 	}
 	if r.Cold {
 		return againstStopping(r, m)
@@ -501,8 +580,9 @@ func againstHost(r Request, m VMFacts, h HostFacts) (out []*gpuctlv1.Reason) {
 	add(h.Hypervisor == "xen" && m.Type == "kvm", ReasonHypervisor, "host %s runs xen and VM %s needs kvm", h.Name, m.Name)
 	add(h.FreeMemory < m.Memory, ReasonMemory, "VM %s needs %s and host %s has %s free", m.Name, size.Format(m.Memory), h.Name, size.Format(h.FreeMemory))
 	add(h.CPU != "" && !r.Cold, ReasonCPU, "VM %s has a processor that host %s cannot give it: %s", m.Name, h.Name, h.CPU)
+	out = append(out, againstParts(r, m, h)...)
 	add(len(h.Missing) > 0, ReasonStorage, "host %s has not got %s of VM %s: it has to be shared, or copied there", h.Name, strings.Join(h.Missing, ", "), m.Name)
-	if away := sum(m.Agent.away(nil)); !r.Cold && len(m.GPUs) > 0 && away > h.Keep {
+	if away := sum(m.Agent.away(nil)); !r.Cold && r.far == nil && len(m.GPUs) > 0 && away > h.Keep {
 		out = append(out, notKept(m, away, h))
 	}
 	add(h.Most > 0 && h.Migrations >= h.Most, ReasonLimit, "%d migrations from or to host %s run already, and no more than %d may", h.Migrations, h.Name, h.Most)
@@ -534,6 +614,7 @@ func againstGPU(r Request, m VMFacts, current, g GPUFacts) (out []*gpuctlv1.Reas
 	add(r.Verb == Upgrade && g.Rank <= current.Rank, ReasonModel, "%s (rank %d) is no higher model than %s (rank %d)", g.Model, g.Rank, current.Model, current.Rank)
 	add(r.Verb == Downgrade && g.Rank >= current.Rank, ReasonModel, "%s (rank %d) is no lower model than %s (rank %d)", g.Model, g.Rank, current.Model, current.Rank)
 	add(g.Holder != "", ReasonTaken, "%s belongs to %s", g.ID, g.Holder)
+	add(r.far != nil && r.far.ID == g.ID, ReasonCandidate, "%s serves the applications of VM %s meanwhile", g.ID, m.Name)
 	add(g.Health != "", ReasonHealth, "%s is not fit: %s", g.ID, g.Health)
 	add(g.IsCordoned, ReasonCordoned, "%s is cordoned%s", g.ID, message(g.Cordoned))
 	add(g.Isolation != "", ReasonIsolation, "%s may not be given away: %s", g.ID, g.Isolation)
@@ -544,7 +625,7 @@ func againstGPU(r Request, m VMFacts, current, g GPUFacts) (out []*gpuctlv1.Reas
 	state := m.state()
 	add(g.Memory > 0 && state > g.Memory, ReasonGPUMemory, "the applications of VM %s use %s and %s has %s", m.Name, size.Format(state), g.ID, size.Format(g.Memory))
 	if cuda := m.Agent.ofDriver(); len(cuda) > 0 && current.Chip != "" {
-		add(g.Chip != current.Chip, ReasonChip, "%d CUDA programs run in VM %s on a card %s, and %s is %s: NVIDIA's driver restores them on the same chip only", len(cuda), m.Name, current.Chip, g.ID, cmp.Or(g.Chip, "unknown"))
+		add(g.Chip != current.Chip, ReasonChip, "CUDA programs run in VM %s (%d) on a card %s, and %s is %s: NVIDIA's driver restores them on the same chip only", m.Name, len(cuda), current.Chip, g.ID, cmp.Or(g.Chip, "unknown"))
 	}
 	for _, s := range m.Agent.Sessions {
 		if !s.Driver { // a chip of the same kind has the same limits
@@ -580,7 +661,7 @@ func outgrown(s SessionFacts, g GPUFacts) (out []*gpuctlv1.Reason) {
 
 // price sets the cost of a candidate.
 func (c *Candidate) price(r Request, m VMFacts, model *CostModel, h HostFacts) {
-	c.Cost, c.Steps = model.price(m, h.Name, c.GPU.ID, h.Link, r.Cold)
+	c.Cost, c.Steps = model.price(r, m, h.Name, c.GPU.ID, h.Link)
 }
 
 // sortCandidates sorts the best candidate first: for an upgrade the highest model, for a

@@ -56,6 +56,8 @@ func reasonsAgainstVMs() []reasonCase {
 		{ReasonNotRunning, Request{}, func(m *VMFacts, _ []HostFacts) { m.State = "paused" }, "", "VM web is paused: only a running VM can be moved with its applications"},
 		{ReasonType, Request{}, func(m *VMFacts, _ []HostFacts) { m.Type = "pv" }, "", "VM web is a PV guest: Xen cannot migrate it live; only HVM guests can part with a GPU"},
 		{ReasonType, Request{}, func(m *VMFacts, _ []HostFacts) { m.Type = "pvh" }, "", "VM web is a PVH guest: only HVM guests can have a GPU plugged in"},
+		{ReasonServes, Request{}, func(m *VMFacts, _ []HostFacts) { m.Serves = "VM web is a service VM" }, "", "VM web is a service VM"},
+		{ReasonServes, Request{Verb: Upgrade}, func(m *VMFacts, _ []HostFacts) { m.Serves = "VM web is a service VM" }, "", "VM web is a service VM"},
 		{ReasonOtherDevice, Request{}, func(m *VMFacts, _ []HostFacts) { m.OtherDevices = []string{"0000:03:00.0"} }, "", "VM web has 0000:03:00.0: a VM with a host device cannot be migrated; detach it first"},
 		{ReasonNoGPU, Request{Verb: Upgrade}, func(m *VMFacts, _ []HostFacts) { m.GPUs = nil }, "", "VM web has no GPU that could be exchanged: gpuctl attach web gives it one"},
 		{ReasonSeveralGPUs, Request{}, func(m *VMFacts, _ []HostFacts) { m.GPUs = append(m.GPUs, "h1/b") }, "", "VM web has 2 GPUs (h1/a, h1/b); only VMs with one can be moved"},
@@ -83,7 +85,7 @@ func reasonsAgainstVMs() []reasonCase {
 		{ReasonChip, Request{}, func(m *VMFacts, h []HostFacts) {
 			m.Agent.Sessions[0].Driver = true
 			h[0].GPUs[0].Chip, h[1].GPUs[0].Chip = "10de:2236", "10de:2330"
-		}, "h2/a", "1 CUDA programs run in VM web on a card 10de:2236, and h2/a is 10de:2330: NVIDIA's driver restores them on the same chip only"},
+		}, "h2/a", "CUDA programs run in VM web (1) on a card 10de:2236, and h2/a is 10de:2330: NVIDIA's driver restores them on the same chip only"},
 		{ReasonTransient, Request{Cold: true}, func(m *VMFacts, _ []HostFacts) { m.Agent = nil }, "", "VM web has no stored definition that it could be started from again"},
 	}
 }
@@ -101,6 +103,7 @@ func reasonsAgainstTargets() []reasonCase {
 		{ReasonCPU, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].CPU = "it lacks avx512f" }, "h2", "VM web has a processor that host h2 cannot give it: it lacks avx512f"},
 		{ReasonStorage, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].Missing = []string{"/img/web.raw"} }, "h2", "host h2 has not got /img/web.raw of VM web: it has to be shared, or copied there"},
 		{ReasonStash, Request{}, func(m *VMFacts, h []HostFacts) { m.Agent.FreeMemory, h[1].Keep = 0, 32*mib }, "h2", "64 MiB of the GPU state of VM web is more than its memory has room for, and host h2 can keep 32 MiB (devices.stash)"},
+		{ReasonLockManager, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].LockManagerError = "lockd: connection refused" }, "h2", "libvirt's lock manager does not answer on host h2, and without it VM web can neither run nor go on there (lockd: connection refused)"},
 		{ReasonLimit, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].Migrations, h[1].Most = 2, 2 }, "h2", "2 migrations from or to host h2 run already, and no more than 2 may"},
 		{ReasonNoCard, Request{}, nil, "h3", "host h3 has no card"},
 		{ReasonLink, Request{Deadline: 3 * time.Second}, nil, "h2/a", "longer than 3s: a faster link, or a later deadline, would do"},
@@ -298,7 +301,9 @@ func TestPlanSaysThatThereIsNoLockManager(t *testing.T) {
 		"none":      {"h2/a", nil, "xen", "libvirt has no lock manager on h1 and h2: if the last answer of the live migration is lost, VM web may run on both hosts, with the same disks; lock_manager = \"lockd\" in /etc/libvirt/libxl.conf"},
 		"at one":    {"h2/a", []string{"h1"}, "kvm", "libvirt has no lock manager on h2: "},
 		"of qemu":   {"h2/a", nil, "kvm", "/etc/libvirt/qemu.conf"},
-		"both":      {"h2/a", []string{"h1", "h2"}, "xen", ""},
+		"both":      {"h2/a", []string{"h1", "h2"}, "kvm", ""},
+		"both, xen": {"h2/a", []string{"h1", "h2"}, "xen", "libvirt on Xen lets VM web go on on host h1 if the last answer of the live migration is lost, whatever its lock manager says"},
+		"one, xen":  {"h2/a", []string{"h2"}, "xen", "libvirt has no lock manager on h1: "},
 		"same host": {"h1/b", nil, "xen", ""},
 	} {
 		m, hosts := facts()
@@ -322,6 +327,37 @@ func TestPlanSaysThatThereIsNoLockManager(t *testing.T) {
 		if c.says == "" && len(p.Notes) != 0 || c.says != "" && (len(p.Notes) != 1 || p.Notes[0].GetCode() != NoteLockManager || !strings.Contains(p.Notes[0].GetMessage(), c.says)) {
 			t.Errorf("%s: %v", name, p.Notes)
 		}
+	}
+}
+
+// Without a lock manager that answers, the VM could run on neither host: nothing begins.
+func TestPlanRefusesWhereTheLockManagerDoesNotAnswer(t *testing.T) {
+	for i, host := range []string{"h1", "h2"} {
+		m, hosts := facts()
+		hosts[i].LockManager, hosts[i].LockManagerError = "lockd", "lockd: connection refused"
+		p := Make(Request{Verb: Migrate, To: "h2/a"}, m, hosts, NewCostModel())
+		if p.Possible() || !slices.ContainsFunc(p.Rejected, func(r Rejection) bool {
+			return r.Host == "h2" && len(r.Reasons) == 1 && r.Reasons[0].GetCode() == ReasonLockManager && strings.Contains(r.Reasons[0].GetMessage(), "does not answer on host "+host+", and without it VM web ")
+		}) {
+			t.Errorf("%s: %v %v", host, p.Candidates, p.Rejected)
+		}
+		// It stays where it is, and needs none.
+		if p := Make(Request{Verb: Downgrade, To: "h1/b"}, m, hosts, NewCostModel()); !p.Possible() {
+			t.Errorf("%s: %v", host, p.Rejected)
+		}
+	}
+}
+
+func TestPlanSaysThatDisksAreNotLocked(t *testing.T) {
+	m, hosts := facts()
+	m.Unlocked = []string{"/srv/web.img"}
+	for i := range hosts {
+		hosts[i].Hypervisor, hosts[i].LockManager = "kvm", "lockd"
+	}
+	m.Type = "kvm"
+	p := Make(Request{Verb: Migrate, To: "h2/a"}, m, hosts, NewCostModel())
+	if !p.Possible() || len(p.Notes) != 1 || p.Notes[0].GetCode() != NoteUnlocked || !strings.Contains(p.Notes[0].GetMessage(), "has not locked /srv/web.img of VM web") {
+		t.Errorf("%v %v", p.Rejected, p.Notes)
 	}
 }
 
@@ -465,6 +501,24 @@ func TestStatesOfCUDAProgramsStayInTheVM(t *testing.T) {
 	}
 	if p := Make(Request{Verb: Migrate}, m, hosts, NewCostModel()); len(p.Candidates) != 1 || p.Candidates[0].GPU.ID != "h2/a" {
 		t.Errorf("%v %v", p.Candidates, p.Rejected)
+	}
+	// On Xen nobody can say where in the VM the card goes.
+	slot := func(n *gpuctlv1.Reason) bool { return n.GetCode() == NoteSlot }
+	for kind, noted := range map[string]bool{"xen": true, "kvm": false} {
+		m.Type = map[string]string{"xen": "hvm", "kvm": "kvm"}[kind]
+		for i := range hosts {
+			hosts[i].Hypervisor = kind
+		}
+		if p := Make(Request{Verb: Migrate}, m, hosts, NewCostModel()); len(p.Candidates) == 0 || slices.ContainsFunc(p.Notes, slot) != noted {
+			t.Errorf("%s: %v %v %v", kind, p.Candidates, p.Notes, p.Reasons)
+		}
+	}
+	m.Type, m.Agent.Sessions[0].Driver = "hvm", false
+	for i := range hosts {
+		hosts[i].Hypervisor = "xen"
+	}
+	if p := Make(Request{Verb: Migrate}, m, hosts, NewCostModel()); slices.ContainsFunc(p.Notes, slot) {
+		t.Errorf("without CUDA programs: %v", p.Notes)
 	}
 }
 

@@ -69,7 +69,9 @@ type run struct {
 	all   []step
 	a, b  Site // source and destination
 	bytes uint64
-	began time.Time // when the present step began
+	// stopped is the longest downtime of a session in the present step, if that is a swap.
+	stopped time.Duration
+	began   time.Time // when the present step began
 }
 
 func (r *run) move() *clusterv1.MachineMove { return r.m.GetMachine() }
@@ -158,6 +160,9 @@ func (r *run) next(ctx context.Context) (ended bool, err error) {
 		return true, r.finish(ctx, clusterv1.MigrationState_MIGRATION_STATE_DONE, "")
 	}
 	s := r.all[i]
+	if r.waits(s.name) {
+		return true, r.wait(ctx)
+	}
 	if err := r.enter(ctx, s.name, false); err != nil {
 		return false, err
 	}
@@ -174,7 +179,7 @@ func (r *run) next(ctx context.Context) (ended bool, err error) {
 		r.Log.Warn("not cleaned up yet", "migration", r.m.GetId(), "step", s.name, "err", err)
 		return true, r.finish(ctx, clusterv1.MigrationState_MIGRATION_STATE_DONE, fmt.Sprintf("%s: %v; the host does that when it can", s.name, err))
 	}
-	if errors.Is(err, errTwice) || r.move().GetSentTo() != "" && s.name == StepMove && errors.Is(err, ErrUnreachable) {
+	if errors.Is(err, errTwice) || errors.Is(err, errKept) || r.move().GetSentTo() != "" && s.name == StepMove && errors.Is(err, ErrUnreachable) {
 		return true, r.halt(ctx, err)
 	}
 	if errors.Is(err, errLost) {
@@ -199,7 +204,7 @@ func (r *run) halted(ctx context.Context, err error) error {
 // enter records that a step begins.
 func (r *run) enter(ctx context.Context, name string, undo bool) error {
 	r.m.Step = name
-	r.began, r.bytes = time.Now(), 0
+	r.began, r.bytes, r.stopped = time.Now(), 0, 0
 	r.m.Steps = append(r.m.GetSteps(), &clusterv1.MigrationStep{Name: name, StartedUnixNs: r.began.UnixNano(), Undo: undo})
 	if n := len(r.m.GetSteps()); n > maxRecorded {
 		r.m.Steps = r.m.GetSteps()[n-maxRecorded:]
@@ -211,13 +216,20 @@ func (r *run) enter(ctx context.Context, name string, undo bool) error {
 const maxRecorded = 500
 
 // attempt does a step. While a host is unreachable, it tries again, for the time Patience
-// at most.
+// at most from when that was noticed: the step may have taken longer than that before.
 func (r *run) attempt(ctx context.Context, s step, do func(context.Context, *run) error, undo bool) (err error) {
 	said := ""
 	var home time.Time // since when the VM is on its source and can go on there; zero: it is not
-	for end := time.Now().Add(r.Patience); ; {
+	var lost time.Time // when a host was found to be unreachable
+	for {
 		err = r.once(ctx, s.limit, s.name, do, undo)
-		if err == nil || !errors.Is(err, ErrUnreachable) || ctx.Err() != nil || time.Now().After(end) {
+		if err == nil || !errors.Is(err, ErrUnreachable) || ctx.Err() != nil {
+			break
+		}
+		if lost.IsZero() {
+			lost = time.Now()
+		}
+		if time.Since(lost) > r.Patience {
 			break
 		}
 		switch atHome := errors.Is(err, errAtHome); {
@@ -239,7 +251,7 @@ func (r *run) attempt(ctx context.Context, s step, do func(context.Context, *run
 		}
 	}
 	last := r.m.GetSteps()[len(r.m.GetSteps())-1]
-	last.TookNs, last.Bytes = max(1, int64(time.Since(r.began))), r.bytes
+	last.TookNs, last.Bytes, last.StoppedNs = max(1, int64(time.Since(r.began))), r.bytes, int64(max(0, min(r.stopped, time.Since(r.began)))) // the VM says how long it was
 	if err != nil {
 		last.Error = limited(err.Error())
 	}
@@ -279,6 +291,9 @@ func (r *run) fail(cause error) {
 // back undoes the last step that was done. If another candidate can be tried, it goes
 // forward again with that.
 func (r *run) back(ctx context.Context) (ended bool, err error) {
+	if turned, err := r.freezeInstead(ctx); turned || err != nil {
+		return false, err
+	}
 	if turned, err := r.another(ctx); turned || err != nil {
 		return false, err
 	}
@@ -291,23 +306,27 @@ func (r *run) back(ctx context.Context) (ended bool, err error) {
 			return false, stop
 		}
 		switch {
-		case errors.Is(err, errTwice), name == StepMove && r.move().GetSentTo() != "" && errors.Is(err, ErrUnreachable):
+		case errors.Is(err, errTwice), errors.Is(err, errKept), name == StepMove && r.move().GetSentTo() != "" && errors.Is(err, ErrUnreachable):
 			return true, r.halt(ctx, err)
-		case name != StepPrepare:
+		case name != StepPrepare && name != StepBorrow:
 			return true, r.hold(ctx, name, err)
 		}
-		r.leave(err)
+		r.leave(name, err)
 		return false, r.put(ctx)
 	}
 	return false, nil
 }
 
-// leave continues without having given back the destination's card. Its host does that
-// when it can, and nobody has to wait for it.
-func (r *run) leave(err error) {
-	r.Log.Warn("a card is not given back yet", "migration", r.m.GetId(), "gpu", r.move().GetToGpu(), "err", err)
-	r.m.Message = limited(fmt.Sprintf("%s; %s is not given back yet: %v", r.m.GetMessage(), r.move().GetToGpu(), err))
-	r.m.Done = slices.DeleteFunc(r.m.GetDone(), func(s string) bool { return s == StepPrepare })
+// leave continues without having given back the destination's card, or the remote GPU. Its
+// host does that when it can, and nobody has to wait for it.
+func (r *run) leave(name string, err error) {
+	gpu := r.move().GetToGpu()
+	if name == StepBorrow {
+		gpu = r.move().GetFarGpu()
+	}
+	r.Log.Warn("a GPU is not given back yet", "migration", r.m.GetId(), "gpu", gpu, "err", err)
+	r.m.Message = limited(fmt.Sprintf("%s; %s is not given back yet: %v", r.m.GetMessage(), gpu, err))
+	r.m.Done = slices.DeleteFunc(r.m.GetDone(), func(s string) bool { return s == name })
 	r.m.Step = ""
 }
 
@@ -337,8 +356,12 @@ func (r *run) halt(ctx context.Context, err error) error {
 // VM's memory or in that of its host.
 func (r *run) hold(ctx context.Context, name string, err error) error {
 	state := clusterv1.MigrationState_MIGRATION_STATE_HELD
-	text := fmt.Sprintf("%s; the undo of %s failed: %v; the VM and the frozen state of its applications are kept: gpuctl migrations resume %s goes on when the cause is fixed",
-		r.m.GetMessage(), name, err, r.m.GetId())
+	kept := "the VM and the frozen state of its applications are kept"
+	if far := r.move().GetFarGpu(); far != "" && !r.move().GetCold() {
+		kept = "the VM is kept, and " + far + " for its applications"
+	}
+	text := fmt.Sprintf("%s; the undo of %s failed: %v; %s: gpuctl migrations resume %s goes on when the cause is fixed",
+		r.m.GetMessage(), name, err, kept, r.m.GetId())
 	if errors.Is(err, errLost) {
 		state, text = clusterv1.MigrationState_MIGRATION_STATE_FAILED, fmt.Sprintf("%s; %s: %v", r.m.GetMessage(), name, err)
 	}
@@ -358,7 +381,7 @@ func (r *run) another(ctx context.Context) (turned bool, err error) {
 		last = r.m.GetDone()[n-1]
 	}
 	there := func(string) bool { return true }
-	late := slices.Contains([]string{StepAttach, StepAwait, StepThaw}, m.GetFailed())
+	late := slices.Contains([]string{StepAttach, StepAwait, StepThaw, StepHome}, m.GetFailed())
 	switch {
 	case last == "" && (m.GetFailed() == StepReserve || m.GetFailed() == StepPrepare):
 	case last == StepMove && late:
@@ -384,7 +407,7 @@ func (r *run) another(ctx context.Context) (turned bool, err error) {
 			if name != StepPrepare {
 				return false, err
 			}
-			r.leave(err)
+			r.leave(name, err)
 		}
 	}
 	m = r.move() // the record that was written last
@@ -422,8 +445,10 @@ func nextClaim(claim string) string {
 // finish writes the final state. If it returns an error, the record is not written, and
 // the next driver comes to the same end.
 func (r *run) finish(ctx context.Context, state clusterv1.MigrationState, message string) error {
+	if state != clusterv1.MigrationState_MIGRATION_STATE_HELD { // which is not its end: what is lost is told then
+		message = limited(also(message, LostWords(r.move())))
+	}
 	r.m.State, r.m.Message, r.m.Step = state, message, ""
-	from, to := still(r.m.GetSteps())
-	r.m.StoppedNs = max(0, to-from)
+	r.m.StoppedNs = standstill(r.m.GetSteps())
 	return r.put(ctx)
 }

@@ -132,21 +132,10 @@ func TestDriverDiesAnywhere(t *testing.T) {
 		"not kept":               {to: to, fails: map[string]error{"h2 keep": broken}},
 	} {
 		for _, free := range []uint64{gib, little} {
-			for _, after := range []bool{false, true} {
-				for n := 1; ; n++ {
-					w := newWorld(t)
-					w.fails, w.free, w.crashAt, w.after = c.fails, free, n, after
-					m := w.drive(w.migration(c.to, c.candidates...))
-					w.check(m)
-					if t.Failed() {
-						t.Fatalf("%s: driver ended at call %d (effect: %v), with %d bytes of room", name, n, after, free)
-					}
-					if w.crashAt != 0 { // it was never reached
-						break
-					}
-					kills++
-				}
-			}
+			kills += dieAnywhere(t, fmt.Sprintf("%s, with %d bytes of room", name, free), func(w *world) {
+				w.fails, w.free = c.fails, free
+				w.check(w.drive(w.migration(c.to, c.candidates...)))
+			})
 		}
 	}
 	t.Logf("%d ends of a driver", kills)
@@ -172,26 +161,17 @@ func TestCold(t *testing.T) {
 		"not started, next": {to: to, candidates: []string{"h3/e"}, fails: map[string]error{"h2 start": broken}, state: done, at: "h3/e"},
 		"no way":            {to: to, fails: map[string]error{"h2 start": broken, "h1 start": broken}, state: held},
 	} {
-		for _, after := range []bool{false, true} {
-			for n := 0; ; n++ { // 0: nobody dies
-				w := newWorld(t)
-				w.cold, w.fails, w.crashAt, w.after = true, c.fails, n, after
-				m := w.drive(w.migration(c.to, c.candidates...))
-				w.check(m)
-				if n == 0 && (m.GetState() != c.state || c.at != "" && w.onGPU != c.at) {
-					t.Errorf("%s: %s on %s: %s", name, m.GetState(), w.onGPU, m.GetMessage())
-				}
-				if t.Failed() {
-					t.Fatalf("%s: driver ended at call %d (effect: %v)", name, n, after)
-				}
-				if w.crashAt != 0 { // it was never reached
-					break
-				}
-				if n > 0 {
-					kills++
-				}
-			}
+		run := func(w *world) *clusterv1.Migration {
+			w.cold, w.fails = true, c.fails
+			m := w.drive(w.migration(c.to, c.candidates...))
+			w.check(m)
+			return m
 		}
+		w := newWorld(t) // nobody dies
+		if m := run(w); m.GetState() != c.state || c.at != "" && w.onGPU != c.at {
+			t.Errorf("%s: %s on %s: %s", name, m.GetState(), w.onGPU, m.GetMessage())
+		}
+		kills += dieAnywhere(t, name, func(w *world) { run(w) })
 	}
 	t.Logf("%d ends of a driver", kills)
 }
@@ -273,6 +253,30 @@ func TestUnreachable(t *testing.T) {
 	if stood := gone(t, gib, time.Second); stood > 800*time.Millisecond {
 		t.Errorf("they stood still for %v", stood)
 	}
+}
+
+// A host that is lost for a moment in a step that has taken longer than a driver waits for
+// hosts is waited for all the same.
+func TestLongStepBearsALostConnection(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t)
+		r := w.runner()
+		r.Patience = time.Minute
+		lost := false
+		r.Before = func(step string, undo bool) error {
+			if step != StepFreeze || undo || lost {
+				return nil
+			}
+			lost = true
+			time.Sleep(7 * time.Minute)
+			return fmt.Errorf("%w: connection lost", ErrUnreachable)
+		}
+		m, err := r.Run(t.Context(), w.migration(to))
+		if err != nil || m.GetState() != done || !lost {
+			t.Errorf("%v %s %s", err, m.GetState(), m.GetMessage())
+		}
+		w.check(m)
+	})
 }
 
 // gone is the end of the destination before the move: the VM goes on where it

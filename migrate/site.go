@@ -32,10 +32,13 @@ const (
 	Running          // and able to answer
 	Moving           // migrating to or from the host
 	Stopped          // defined, or ended
+	// Kept is a VM that libvirt has paused for a migration that is over, and could or would
+	// not let go on: mostly because its lock manager says that the other host has it.
+	Kept
 )
 
 func (p Presence) String() string {
-	return [...]string{"absent", "running", "moving", "stopped"}[p]
+	return [...]string{"absent", "running", "moving", "stopped", "kept paused"}[p]
 }
 
 // Progress is called with the progress of a step, in bytes. A total of 0 is unknown.
@@ -56,6 +59,8 @@ type Freezing struct {
 // the call returns nil. After an error that wraps ErrUnreachable nobody knows
 // whether the step was done.
 type Site interface {
+	Parts
+
 	// Where returns the VM's state on the host.
 	Where(ctx context.Context, m vm.VM) (Presence, error)
 	// Prepare takes a card from its driver, resets it and assigns it to the VM, by
@@ -65,11 +70,13 @@ type Site interface {
 	// applications run.
 	Expect(ctx context.Context, m vm.VM, id *gpuctlv1.PCIIdentity) error
 	// Attach attaches an assigned card to the running VM; the hypervisor confirms
-	// it. If stored, the VM's stored definition gets it, too.
-	Attach(ctx context.Context, m vm.VM, gpu string, stored bool) error
+	// it. If stored, the VM's stored definition gets it, too. at is the address in the
+	// VM that it gets, if the hypervisor can be told; empty: unknown.
+	Attach(ctx context.Context, m vm.VM, gpu string, stored bool, at string) error
 	// Detach detaches it; the hypervisor confirms it. The card is reset and stays
-	// assigned to the VM. The stored definition does not have it any more.
-	Detach(ctx context.Context, m vm.VM, gpu string) error
+	// assigned to the VM. The stored definition does not have it any more. It returns
+	// the address in the VM that the card had; empty: unknown.
+	Detach(ctx context.Context, m vm.VM, gpu string) (at string, err error)
 	// GiveBack makes a card free that was assigned to the VM.
 	GiveBack(ctx context.Context, m vm.VM, gpu string) error
 	// Pause pauses a VM that runs on another host, too. Unpause continues it.
@@ -102,6 +109,17 @@ type Site interface {
 	Deposit(ctx context.Context, m vm.VM, away []string, to string, report Progress) error
 	// Forget removes the states of the VM's sessions that this host keeps.
 	Forget(ctx context.Context, m vm.VM) error
+	// Lend assigns a GPU of this host to a claim of the VM, so that the VM's sessions can
+	// compute on it over the network. The error wraps ErrTaken if somebody else has it.
+	Lend(ctx context.Context, m vm.VM, f Far) error
+	// EndLend is its undo: it ends what computes there for the VM, and then the claim.
+	EndLend(ctx context.Context, m vm.VM, f Far) error
+	// Swap moves sessions of the VM, which is on this host, to a GPU that is lent to it.
+	// The applications go on meanwhile, but for the downtime that it returns. patience is
+	// how long running kernels may take to end; 0: the host's default.
+	Swap(ctx context.Context, m vm.VM, f Far, sessions []string, patience time.Duration, report Progress) (stopped time.Duration, err error)
+	// Home moves them to a card that the VM has.
+	Home(ctx context.Context, m vm.VM, gpu string, sessions []string, patience time.Duration, report Progress) (stopped time.Duration, err error)
 	// Release makes the VM's kernel release a card and confirm that it can be detached.
 	Release(ctx context.Context, m vm.VM, gpu string) error
 	// TakeUp is the undo of Release: the VM's kernel may use the card again.
@@ -111,6 +129,9 @@ type Site interface {
 	// Thaw restores the frozen sessions on the card and resumes them. It uses the states
 	// that this host keeps.
 	Thaw(ctx context.Context, m vm.VM, gpu string, sessions []string, report Progress) error
+	// Lost returns those of the given sessions that were lost in the VM, also if their
+	// applications have ended since. Steps leave lost sessions out, and are done without them.
+	Lost(ctx context.Context, m vm.VM, sessions []string) ([]*gpuctlv1.LostSession, error)
 }
 
 // Sites returns the sites of hosts.

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/internal/excerpt"
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
@@ -73,7 +74,10 @@ func steps(m *clusterv1.MachineMove) []step {
 		MachineMove: m,
 		card:        m.GetToGpu() != "" || m.GetFromGpu() != "", moves: m.GetFromHost() != m.GetToHost(), cold: m.GetCold(),
 	}
+	l.own = m.GetToGpu() != "" && m.GetToGpu() == m.GetFromGpu()
 	l.gpu = l.card && !l.cold
+	l.live = l.gpu && m.GetFarGpu() != ""
+	l.freezes = l.gpu && !l.live
 	l.leave()
 	l.arrive()
 	l.restart()
@@ -85,7 +89,9 @@ func steps(m *clusterv1.MachineMove) []step {
 type list struct {
 	*clusterv1.MachineMove
 	card, moves, cold bool
+	own               bool // the VM gets the card that it had
 	gpu               bool // the card is exchanged while the VM runs
+	live, freezes     bool // what its applications do meanwhile: compute on a remote GPU, or stand still
 	steps             []step
 }
 
@@ -97,7 +103,7 @@ func (l *list) add(when bool, s step) {
 
 // leave adds what happens on the source before the VM moves.
 func (l *list) leave() {
-	l.add(l.card, step{
+	l.add(l.card && !l.own, step{
 		StepReserve, fmt.Sprintf("bind a claim of %s to %s", l.GetName(), l.GetToGpu()), "the claim is released", 30 * time.Second,
 		func(ctx context.Context, r *run) error {
 			return r.Claims.Reserve(ctx, r.move().GetToClaim(), r.vm(), r.move().GetToGpu())
@@ -106,11 +112,11 @@ func (l *list) leave() {
 			return r.Claims.EndClaim(ctx, r.move().GetToClaim(), r.vm(), r.move().GetToGpu())
 		},
 	})
-	l.add(l.card, step{
+	l.add(l.card && !l.own, step{
 		StepPrepare, "take " + l.GetToGpu() + " from its driver, reset it, read it back, have the VM load its runtime", "it is returned", 3*time.Minute + expectTimeout,
 		func(ctx context.Context, r *run) error {
 			id, err := r.to().Prepare(ctx, r.vm(), r.move().GetToGpu(), r.move().GetToClaim())
-			if err != nil || !l.gpu || slices.Contains(r.m.GetDone(), StepFreeze) { // for the next candidate, the applications are frozen already
+			if err != nil || !l.gpu || slices.Contains(r.m.GetDone(), StepFreeze) || slices.Contains(r.m.GetDone(), StepSwap) { // for the next candidate, the VM may be elsewhere already
 				return err
 			}
 			// If this fails, only the downtime is longer.
@@ -123,7 +129,8 @@ func (l *list) leave() {
 		},
 		func(ctx context.Context, r *run) error { return r.to().GiveBack(ctx, r.vm(), r.move().GetToGpu()) },
 	})
-	l.add(l.gpu, step{
+	l.borrow()
+	l.add(l.freezes, step{
 		StepFreeze, "stop the applications at their next call; their state is in the VM's memory" + whereElse(l.MachineMove), "they go on where they were", 10*time.Minute + freezePatience(l.MachineMove) + awayLimit(l.MachineMove),
 		func(ctx context.Context, r *run) error { return r.freeze(ctx) },
 		func(ctx context.Context, r *run) error {
@@ -138,10 +145,8 @@ func (l *list) leave() {
 		},
 	})
 	l.add(l.gpu, step{
-		StepRelease, "have the VM release " + l.GetFromGpu() + " and confirm that it can be detached", "the VM takes it up again", time.Minute,
-		func(ctx context.Context, r *run) error {
-			return r.from().Release(ctx, r.vm(), r.move().GetFromGpu())
-		},
+		StepRelease, "have the VM release " + l.GetFromGpu() + " and confirm that it can be detached", "the VM takes it up again", releaseLimit(l.live),
+		func(ctx context.Context, r *run) error { return r.release(ctx) },
 		func(ctx context.Context, r *run) error {
 			return r.from().TakeUp(ctx, r.vm(), r.move().GetFromGpu())
 		},
@@ -149,16 +154,21 @@ func (l *list) leave() {
 	l.add(l.gpu, step{
 		StepDetach, "detach " + l.GetFromGpu() + ", have the hypervisor confirm it, reset it", "it is attached again", 3 * time.Minute,
 		func(ctx context.Context, r *run) error {
-			return r.from().Detach(ctx, r.vm(), r.move().GetFromGpu())
+			at, err := r.from().Detach(ctx, r.vm(), r.move().GetFromGpu())
+			if err == nil && at != "" {
+				r.m.Machine.GuestAddress = at // it is recorded with the step's end
+			}
+			return err
 		},
 		func(ctx context.Context, r *run) error {
-			return r.from().Attach(ctx, r.vm(), r.move().GetFromGpu(), r.move().GetStored())
+			return r.from().Attach(ctx, r.vm(), r.move().GetFromGpu(), r.move().GetStored(), r.move().GetGuestAddress())
 		},
 	})
 }
 
 // arrive adds the move, and what happens on the destination then.
 func (l *list) arrive() {
+	l.park()
 	l.add(l.moves && !l.cold, step{
 		StepMove, fmt.Sprintf("migrate the VM live from %s to %s; it can't be stopped once it runs", l.GetFromHost(), l.GetToHost()), "it is migrated back", 30*time.Minute + awayLimit(l.MachineMove),
 		func(ctx context.Context, r *run) error {
@@ -168,16 +178,18 @@ func (l *list) arrive() {
 			return r.carry(ctx, r.move().GetToHost(), r.move().GetFromHost(), true)
 		},
 	})
+	l.restore()
 	l.add(l.gpu, step{
 		StepAttach, "attach " + l.GetToGpu() + ", and have the hypervisor confirm it", "it is detached", 3 * time.Minute,
 		func(ctx context.Context, r *run) error {
-			return r.to().Attach(ctx, r.vm(), r.move().GetToGpu(), r.move().GetStored())
+			return r.to().Attach(ctx, r.vm(), r.move().GetToGpu(), r.move().GetStored(), r.move().GetGuestAddress())
 		},
 		func(ctx context.Context, r *run) error {
 			if err := r.to().Release(ctx, r.vm(), r.move().GetToGpu()); err != nil {
 				return err
 			}
-			return r.to().Detach(ctx, r.vm(), r.move().GetToGpu())
+			_, err := r.to().Detach(ctx, r.vm(), r.move().GetToGpu())
+			return err
 		},
 	})
 	l.add(l.gpu, step{
@@ -186,7 +198,8 @@ func (l *list) arrive() {
 			return r.to().Await(ctx, r.vm(), r.move().GetToGpu())
 		}, nil,
 	})
-	l.add(l.gpu, step{
+	l.comeHome()
+	l.add(l.freezes, step{
 		StepThaw, "put the applications' state on it and let them go on", "they are frozen again", 10*time.Minute + freezePatience(l.MachineMove) + awayLimit(l.MachineMove),
 		func(ctx context.Context, r *run) error { return r.thaw(ctx, r.to(), r.move().GetToGpu()) },
 		func(ctx context.Context, r *run) error {
@@ -206,6 +219,7 @@ func (l *list) restart() {
 			return r.from().Start(ctx, r.vm(), r.move().GetFromGpu(), r.move().GetStored())
 		},
 	})
+	l.renew()
 	l.add(l.cold && l.moves, step{
 		StepDefine, "give its definition to " + l.GetToHost(), "it is taken away from there", time.Minute,
 		func(ctx context.Context, r *run) error {
@@ -238,26 +252,29 @@ func (l *list) end() {
 		StepClean, leftover(l.MachineMove), "", 3 * time.Minute,
 		func(ctx context.Context, r *run) error { return r.clean(ctx) }, nil,
 	})
+	l.leaveParts()
 }
 
-// freeze records which sessions are frozen and freezes them.
-func (r *run) freeze(ctx context.Context) error {
-	// First record which sessions are frozen: sessions that were suspended before
-	// must not be resumed at the end. Also record whose state leaves the VM, so
-	// that any driver can bring it back.
+// sessions returns the sessions that run in the VM on its source, if all can be moved.
+func (r *run) sessions(ctx context.Context) (*AgentFacts, error) {
 	facts, err := r.from().Sessions(ctx, r.vm())
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if why := nameable(r.vm().Name, facts.Sessions); why != "" {
-		return errors.New(why)
+		return nil, errors.New(why)
 	}
 	if why := facts.stuck(r.vm().Name); len(why) > 0 {
-		return errors.New(strings.Join(why, "; "))
+		return nil, errors.New(strings.Join(why, "; "))
 	}
+	return facts, nil
+}
+
+// note adds sessions to those of the migration. The caller records it.
+func (r *run) note(sessions []SessionFacts) error {
 	all := r.move().GetSessions()
-	for _, s := range facts.Sessions {
-		if !slices.Contains(r.move().GetSessions(), s.ID) {
+	for _, s := range sessions {
+		if !slices.Contains(all, s.ID) {
 			all = append(all, s.ID)
 		}
 	}
@@ -265,6 +282,21 @@ func (r *run) freeze(ctx context.Context) error {
 		return errors.New(tooMany(r.vm().Name, len(all)))
 	}
 	r.m.Machine.Sessions = all
+	return nil
+}
+
+// freeze records which sessions are frozen and freezes them.
+func (r *run) freeze(ctx context.Context) error {
+	// First record which sessions are frozen: sessions that were suspended before
+	// must not be resumed at the end. Also record whose state leaves the VM, so
+	// that any driver can bring it back.
+	facts, err := r.sessions(ctx)
+	if err != nil {
+		return err
+	}
+	if err := r.note(facts.Sessions); err != nil {
+		return err
+	}
 	leave := facts.away(r.move().GetAway())
 	r.m.Machine.AwayBytes = max(r.move().GetAwayBytes(), sum(leave))
 	for _, s := range leave {
@@ -281,6 +313,11 @@ func (r *run) freeze(ctx context.Context) error {
 
 // clean removes what is left on the source when nothing can be undone any more.
 func (r *run) clean(ctx context.Context) error {
+	// The remote GPU first, and without keeping the rest from being done.
+	return errors.Join(r.endLend(ctx), r.cleanSource(ctx))
+}
+
+func (r *run) cleanSource(ctx context.Context) error {
 	if m := r.move(); m.GetCold() && m.GetFromHost() != m.GetToHost() {
 		if err := r.from().Undefine(ctx, r.vm()); err != nil {
 			return err
@@ -293,6 +330,9 @@ func (r *run) clean(ctx context.Context) error {
 		if err := errors.Join(r.from().Forget(ctx, r.vm()), r.to().Forget(ctx, r.vm())); err != nil {
 			return err
 		}
+	}
+	if r.move().GetToGpu() == r.move().GetFromGpu() {
+		return nil // it is the VM's card still
 	}
 	if err := r.from().GiveBack(ctx, r.vm(), r.move().GetFromGpu()); err != nil {
 		return err
@@ -353,8 +393,11 @@ func leftover(m *clusterv1.MachineMove) string {
 	if m.GetCold() && m.GetFromHost() != m.GetToHost() {
 		out = append(out, "take the VM's definition away from "+m.GetFromHost())
 	}
-	if m.GetFromGpu() != "" {
+	if m.GetFromGpu() != "" && m.GetFromGpu() != m.GetToGpu() {
 		out = append(out, "reset "+m.GetFromGpu()+", return it and release its claim")
+	}
+	if m.GetFarGpu() != "" && !m.GetCold() {
+		out = append(out, "release the claim of "+m.GetFarGpu())
 	}
 	return strings.Join(out, ", ")
 }
@@ -387,31 +430,11 @@ func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 		return err
 	}
 	var sent error
-	both := 0
+	both, kept := 0, 0
 	for {
-		// Ask the source first: if it is not sending the VM, the answer of the
-		// destination after that stays valid.
-		here, err := a.Where(ctx, r.vm())
-		there, lost := b.Where(ctx, r.vm())
-		said := errors.Is(lost, ErrUnreachable) && r.saidAbsent(to)
-		if said {
-			there, lost = Absent, nil
-		}
-		if errors.Is(err, ErrUnreachable) && r.saidAbsent(from) {
-			here, err = Absent, nil
-		}
-		switch {
-		case errors.Is(lost, ErrUnreachable) && !home && err == nil && here == Running && r.move().GetSentTo() == "":
-			return fmt.Errorf("%w: host %s: %w", errAtHome, to, lost)
-		case lost != nil:
-			return r.unsure(to, lost)
-		case home && there == Running && errors.Is(err, ErrUnreachable) && r.move().GetSentTo() == "":
-			return nil
-		case err != nil:
-			return r.unsure(from, err)
-		}
-		if gone := (home && !alive(here) || !home && !alive(there)) && here != Moving && there != Moving; gone {
-			r.m.Machine.SentTo = "" // the other host has confirmed that it does not have the VM
+		here, there, said, err := r.places(ctx, a, b, from, to, home)
+		if err != nil {
+			return err
 		}
 		if r.move().GetTwice() {
 			switch {
@@ -435,6 +458,19 @@ func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 			continue
 		}
 		both = 0
+		if here == Kept && there != Moving || there == Kept && here != Moving {
+			if kept++; kept == looks {
+				return r.keeps(ctx, from, here, to, there, sent)
+			}
+			if err := wait(ctx, r.Pause); err != nil {
+				return fmt.Errorf("%w: the VM is %s on host %s and %s on host %s", ErrUnreachable, here, from, there, to)
+			}
+			continue
+		}
+		kept = 0
+		if alone := here != Kept && there != Kept && here != Moving && there != Moving; alone {
+			r.m.Machine.KeptOn = ""
+		}
 		switch {
 		case there == Running && here != Moving:
 			return nil
@@ -443,6 +479,12 @@ func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 		case here == Running && said:
 			return fmt.Errorf("host %s cannot be reached", to) // it cannot be sent there
 		case here == Running && there != Moving:
+			// Nobody sends the VM to a host that does not expect its parts. The first time park sees to it.
+			if home && r.withParts() {
+				if err := r.expect(ctx, a, b); err != nil {
+					return err
+				}
+			}
 			// States outside of the VM must be on the destination before the VM is.
 			if away := r.move().GetAway(); len(away) > 0 {
 				if err := a.Deposit(ctx, r.vm(), away, to, r.progress); err != nil {
@@ -472,8 +514,67 @@ func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 	}
 }
 
-// alive reports whether the VM runs or migrates on a host, and is not only defined there.
-func alive(p Presence) bool { return p == Running || p == Moving }
+// places asks both hosts for the VM's state. said means that it is the operator who has stated
+// that the VM is not on the host to.
+func (r *run) places(ctx context.Context, a, b Site, from, to string, home bool) (here, there Presence, said bool, err error) {
+	// Ask the source first: if it is not sending the VM, the answer of the
+	// destination after that stays valid.
+	here, err = a.Where(ctx, r.vm())
+	there, lost := b.Where(ctx, r.vm())
+	if said = errors.Is(lost, ErrUnreachable) && r.saidAbsent(to); said {
+		there, lost = Absent, nil
+	}
+	if errors.Is(err, ErrUnreachable) && r.saidAbsent(from) {
+		here, err = Absent, nil
+	}
+	switch {
+	case errors.Is(lost, ErrUnreachable) && !home && err == nil && here == Running && r.move().GetSentTo() == "":
+		return here, there, said, fmt.Errorf("%w: host %s: %w", errAtHome, to, lost)
+	case lost != nil:
+		return here, there, said, r.unsure(to, lost)
+	case home && there == Running && errors.Is(err, ErrUnreachable) && r.move().GetSentTo() == "":
+		here = Absent // it was never sent there
+	case err != nil:
+		return here, there, said, r.unsure(from, err)
+	}
+	if gone := (home && !alive(here) || !home && !alive(there)) && here != Moving && there != Moving; gone {
+		r.m.Machine.SentTo = "" // the other host has confirmed that it does not have the VM
+	}
+	return here, there, said, nil
+}
+
+// errKept means that libvirt keeps a copy of a VM from running. Nothing more is done: what
+// is to become of the copy is the operator's to say.
+var errKept = errors.New("libvirt keeps a copy of the VM from running")
+
+// keeps ends a step in which libvirt has paused the VM on a host for good: it did not let it
+// go on there after a migration that failed. If its lock manager did that, because the other
+// host has the VM, then the copy is older than the VM and its disks, and must never run. It is
+// not ended here: nobody knows for sure that it is not the better one.
+func (r *run) keeps(ctx context.Context, from string, here Presence, to string, there Presence, sent error) error {
+	host, other, otherHas := from, to, there
+	if here != Kept {
+		host, other, otherHas = to, from, here
+	}
+	r.m.Machine.KeptOn = host
+	if err := r.put(ctx); err != nil {
+		return err
+	}
+	why := ""
+	if sent != nil {
+		why = " (" + excerpt.Of(sent.Error(), 300) + ")"
+	}
+	if otherHas == Running {
+		return fmt.Errorf("%w: it runs on host %s, and is paused on host %s%s, where libvirt did not let it go on after the move: end that copy, which is older than the VM's disks (virsh destroy %s on host %s), then gpuctl migrations resume %s",
+			errKept, other, host, why, r.vm().Name, host, r.m.GetId())
+	}
+	return fmt.Errorf("%w: it is paused on host %s%s, where libvirt could not let it go on after the move, and %s on host %s: see that libvirt's lock manager answers on host %s; if the VM has not run on host %s meanwhile, let it go on (virsh resume %s on host %s), else it is older than its disks and must be started anew; then gpuctl migrations resume %s",
+		errKept, host, why, otherHas, other, host, other, r.vm().Name, host, r.m.GetId())
+}
+
+// alive reports whether the VM runs, migrates or is kept on a host, and is not only defined
+// there.
+func alive(p Presence) bool { return p == Running || p == Moving || p == Kept }
 
 // saidAbsent reports whether an operator has stated that the VM is not on a host. That is
 // used if the host itself cannot be asked.
@@ -502,6 +603,7 @@ func (r *run) twice(ctx context.Context) error {
 		how = fmt.Sprintf("the copy on host %s could not be paused: %v", copied, err)
 		r.m.Machine.Paused = false
 	}
+	how += r.distrust(ctx)
 	return fmt.Errorf("%w, %s and %s: %s; find out which is to stay, destroy the other (virsh destroy %s on its host), check the disks, then gpuctl migrations resume %s",
 		errTwice, home, copied, how, r.vm().Name, r.m.GetId())
 }
@@ -511,7 +613,7 @@ func (r *run) thaw(ctx context.Context, s Site, gpu string) error {
 	if err := s.Await(ctx, r.vm(), gpu); err != nil {
 		return err
 	}
-	return s.Thaw(ctx, r.vm(), gpu, r.move().GetSessions(), r.progress)
+	return r.account(ctx, s, s.Thaw(ctx, r.vm(), gpu, r.move().GetSessions(), r.progress))
 }
 
 // index returns the index of a step by its name; -1: there is none.

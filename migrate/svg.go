@@ -37,6 +37,9 @@ func SVG(m *clusterv1.Migration) []byte {
 	title := fmt.Sprintf("%s of %s: %s to %s", m.GetVerb(), m.GetObject(), m.GetFrom(), m.GetTo())
 	fmt.Fprintf(&b, `<text x="10" y="20" font-size="15" font-weight="bold">%s</text>`+"\n", html.EscapeString(clean(title)))
 	state := strings.ToLower(strings.TrimPrefix(m.GetState().String(), "MIGRATION_STATE_"))
+	if n := len(m.GetMachine().GetLost()); n > 0 {
+		state += fmt.Sprintf(", %d sessions lost", n)
+	}
 	fmt.Fprintf(&b, `<text x="10" y="40">%s, %s, downtime %s, %s copied</text>`+"\n",
 		state, seconds(time.Duration(span)), seconds(time.Duration(m.GetStoppedNs())), size.Format(m.GetBytes()))
 	if from, to := still(steps); to > from {
@@ -69,15 +72,16 @@ func SVG(m *clusterv1.Migration) []byte {
 	return []byte(b.String())
 }
 
-// still returns the downtime: from freeze to thaw. If the applications are still frozen,
-// it ends with the last step.
+// still returns the downtime: from freeze to thaw, or from park to restore of parts of mediated
+// GPUs. If the applications are still frozen, it ends with the last step.
 func still(steps []*clusterv1.MigrationStep) (from, to int64) {
 	var last int64
 	for _, s := range steps {
 		name, began := s.GetName(), s.GetStartedUnixNs()
 		ended := began + s.GetTookNs()
 		last = max(last, ended)
-		stills, stirs := name == StepFreeze || name == StepStop, name == StepThaw || name == StepStart
+		stills := name == StepFreeze || name == StepStop || name == StepPark
+		stirs := name == StepThaw || name == StepStart || name == StepRestore
 		switch {
 		case stills && !s.GetUndo(), stirs && s.GetUndo():
 			if to = 0; from == 0 {

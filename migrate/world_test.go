@@ -24,6 +24,7 @@ type card struct {
 	gpu, holder, plugged string // holder: VM that it is held for; plugged: VM that has it
 	claim                string
 	dirty                bool
+	seat                 string // where the VM had it
 }
 
 // world is a cluster with one VM. It enforces what hosts, hypervisor, guest and
@@ -52,6 +53,8 @@ type world struct {
 	most     int             // names that a record may have
 	cuts     string          // host that is lost with it
 	twin     string          // host where the VM runs, too
+	locks    bool            // libvirt has a lock manager: what goes on where the VM is not is kept paused
+	keptOn   map[string]bool // hosts where it is
 	paused   map[string]bool // hosts where it is
 	sessions int             // more of them, which nobody looks at
 	long     string          // in their names
@@ -61,6 +64,20 @@ type world struct {
 	waits  map[string]int            // session: the state that it waits for, which is away
 	keeps  map[string]map[string]int // host, session: the state that is kept there
 	states int                       // that were taken out so far
+
+	parts  worldParts        // of a mediated GPU
+	late   string            // host that does not give the VM's domain its part before it runs
+	astray bool              // the VM ran without
+	far    string            // remote GPU of the migrations; empty: applications are frozen
+	strict bool              // an operator wants it so
+	wait   bool              // they wait for one
+	lent   map[string]string // GPU: the claim that it is lent to
+	runs   map[string]string // session: the GPU that it is on
+
+	begin []string          // sessions that begin on the VM's card, one before each release
+	lost  map[string]string // sessions that were lost, and why
+	dooms string            // session that is lost after it was listed
+	seat  string            // where the VM's card is, or was last
 
 	calls, crashAt int
 	after, crashed bool
@@ -73,20 +90,26 @@ func newWorld(t *testing.T) *world {
 	w := &world{
 		t: t, at: "h1", cards: map[string]*card{}, claims: map[string]string{"vm-1": from}, frozen: map[string]bool{"s1": false, "s2": false, "user": true},
 		free: gib, sizes: map[string]uint64{"s1": 100 * mib, "s2": 10 * mib}, waits: map[string]int{}, keeps: map[string]map[string]int{},
-		onGPU: from, stored: from, defined: map[string]bool{"h1": true}, most: 4096, down: map[string]bool{}, paused: map[string]bool{}, fails: map[string]error{},
+		lost: map[string]string{}, lent: map[string]string{}, runs: map[string]string{"s1": from, "s2": from},
+		seat: "0000:06:00.0", onGPU: from, stored: from, defined: map[string]bool{"h1": true}, most: 4096, down: map[string]bool{}, paused: map[string]bool{}, fails: map[string]error{},
 	}
 	for _, g := range []string{from, to, other, "h1/d", "h3/e"} {
 		w.cards[g] = &card{gpu: g}
 	}
-	*w.cards[from] = card{gpu: from, holder: "vm", plugged: "vm", claim: "vm-1", dirty: true}
+	*w.cards[from] = card{gpu: from, holder: "vm", plugged: "vm", claim: "vm-1", dirty: true, seat: w.seat}
 	return w
 }
 
 func (w *world) migration(target string, candidates ...string) *clusterv1.Migration {
+	farClaim := ""
+	if w.far != "" {
+		farClaim = "vm-far"
+	}
 	return &clusterv1.Migration{
 		Id: "m-1", Verb: "migrate", Object: "vm", Driver: "h1", From: from, To: target, State: clusterv1.MigrationState_MIGRATION_STATE_RUNNING,
 		Machine: &clusterv1.MachineMove{
 			Uuid: "vm", Name: "vm", FromHost: "h1", ToHost: HostOf(target), FromGpu: from, ToGpu: target, FromClaim: "vm-1", ToClaim: "vm-2", Stored: true, Cold: w.cold, Candidates: candidates,
+			FarGpu: w.far, FarClaim: farClaim, Live: w.strict, Wait: w.wait,
 		},
 	}
 }
@@ -158,6 +181,28 @@ func (w *world) drive(m *clusterv1.Migration) *clusterv1.Migration {
 	}
 	w.t.Error("no end")
 	return m
+}
+
+// dieAnywhere does something in one new world after the other, with the driver ended at each
+// of its calls, before and after the call has its effect, and another one that goes on, until
+// all calls have been that one. It returns how often a driver ended.
+func dieAnywhere(t *testing.T, what string, do func(w *world)) (ends int) {
+	t.Helper()
+	for _, after := range []bool{false, true} {
+		for n := 1; ; n++ {
+			w := newWorld(t)
+			w.crashAt, w.after = n, after
+			do(w)
+			if t.Failed() {
+				t.Fatalf("%s: driver ended at call %d (effect: %v)", what, n, after)
+			}
+			if w.crashAt != 0 { // it was never reached
+				break
+			}
+			ends++
+		}
+	}
+	return ends
 }
 
 func (w *world) Put(_ context.Context, m *clusterv1.Migration) (*clusterv1.Migration, error) {
@@ -235,6 +280,8 @@ func (s *site) Where(context.Context, vm.VM) (p Presence, err error) {
 		return 0, errCrashed
 	case s.down[s.host]:
 		return 0, ErrUnreachable
+	case s.keptOn[s.host]:
+		return Kept, nil
 	case (s.at == s.host || s.twin == s.host) && s.paused[s.host]:
 		return Moving, nil
 	case (s.at == s.host || s.twin == s.host) && !s.dead:
@@ -265,6 +312,9 @@ func (s *site) Unpause(context.Context, vm.VM) error {
 
 // alone is broken where something is done that a VM which runs twice must not have.
 func (s *site) alone(what string) {
+	if len(s.keptOn) > 0 {
+		s.t.Errorf("%s on %s, while libvirt keeps a copy: %v", what, s.host, s.keptOn)
+	}
 	if s.twin != "" {
 		s.t.Errorf("%s on %s, while the VM runs on %s and %s", what, s.host, s.at, s.twin)
 	}
@@ -302,7 +352,7 @@ func (s *site) Prepare(_ context.Context, m vm.VM, gpu, claim string) (*gpuctlv1
 	})
 }
 
-func (s *site) Attach(_ context.Context, m vm.VM, gpu string, stored bool) error {
+func (s *site) Attach(_ context.Context, m vm.VM, gpu string, stored bool, at string) error {
 	return s.do("attach", func() error {
 		c := s.cards[gpu]
 		s.alone("plugged in")
@@ -318,15 +368,19 @@ func (s *site) Attach(_ context.Context, m vm.VM, gpu string, stored bool) error
 		if c.holder != m.UUID || c.dirty {
 			s.t.Errorf("%s plugged in, and it is %+v", gpu, c)
 		}
-		c.plugged, c.dirty = m.UUID, true
+		if at != s.seat && !(at == "" && c.seat == s.seat) { // a host knows where its own card was
+			s.t.Errorf("%s is plugged in at %q, and the VM's card was at %s", gpu, at, s.seat)
+		}
+		c.plugged, c.dirty, c.seat = m.UUID, true, s.seat
 		s.released = false
 		return nil
 	})
 }
 
-func (s *site) Detach(_ context.Context, m vm.VM, gpu string) error {
-	return s.do("detach", func() error {
+func (s *site) Detach(_ context.Context, m vm.VM, gpu string) (at string, err error) {
+	err = s.do("detach", func() error {
 		c := s.cards[gpu]
+		at = c.seat
 		if s.stored == gpu {
 			s.stored = ""
 		}
@@ -340,14 +394,15 @@ func (s *site) Detach(_ context.Context, m vm.VM, gpu string) error {
 		if !s.released {
 			s.t.Errorf("%s is unplugged from a VM that has not let go of it", gpu)
 		}
-		for id, frozen := range s.frozen {
-			if !frozen {
+		for id := range s.frozen {
+			if s.computes(id, gpu) {
 				s.t.Errorf("%s is unplugged while session %s runs", gpu, id)
 			}
 		}
 		c.plugged, c.dirty = "", false
 		return nil
 	})
+	return at, err
 }
 
 func (s *site) GiveBack(_ context.Context, m vm.VM, gpu string) error {
@@ -373,6 +428,11 @@ func (s *site) Move(_ context.Context, _ vm.VM, to string, report Progress) erro
 				s.t.Errorf("the VM moves with %s plugged in", c.gpu)
 			}
 		}
+		for id, frozen := range s.frozen {
+			if !frozen && s.lent[s.runs[id]] == "" {
+				s.t.Errorf("the VM moves while session %s computes on %s, which is lent to nobody", id, s.runs[id])
+			}
+		}
 		if s.down[to] {
 			return fmt.Errorf("host %s: %w", to, ErrUnreachable)
 		}
@@ -382,9 +442,15 @@ func (s *site) Move(_ context.Context, _ vm.VM, to string, report Progress) erro
 				s.t.Errorf("the VM goes to %s, where state %d of session %s is not: %v", to, state, id, s.keeps)
 			}
 		}
+		s.partsMove(to)
 		s.moves++
 		if s.loses { // as libvirt does: there it runs, and here it goes on
 			s.loses = false
+			if s.locks {
+				s.keptOn = map[string]bool{s.host: true}
+				s.at = to
+				return fmt.Errorf("the connection to %s was lost", to)
+			}
 			s.twin = to
 			if s.cuts != "" {
 				s.down[s.cuts] = true
@@ -406,7 +472,11 @@ func (s *site) Stop(_ context.Context, m vm.VM, gpu string) error {
 			s.t.Errorf("stopped with %s, which it has not got", gpu)
 		}
 		c.plugged = ""
+		if p := s.parts[s.host]; p != nil && p.serves {
+			*p = worldPart{reserved: true}
+		}
 		clear(s.frozen)
+		clear(s.runs)
 		clear(s.waits) // its applications end with it
 		if s.stored == gpu {
 			s.stored = ""
@@ -433,6 +503,9 @@ func (s *site) Start(_ context.Context, m vm.VM, gpu string, stored bool) error 
 			s.stored = gpu
 		}
 		s.onGPU = gpu
+		if p := s.parts[s.host]; p != nil && p.reserved {
+			*p = worldPart{serves: true, contents: 1}
+		}
 		return nil
 	})
 }
@@ -468,6 +541,10 @@ func (s *site) Sessions(context.Context, vm.VM) (*AgentFacts, error) {
 		if !frozen {
 			out.Sessions = append(out.Sessions, SessionFacts{ID: id, Memory: s.sizes[id]})
 		}
+	}
+	if s.dooms != "" {
+		s.losing(s.dooms, "its executor has ended")
+		s.dooms = ""
 	}
 	for i := range s.sessions {
 		out.Sessions = append(out.Sessions, SessionFacts{ID: fmt.Sprintf("more%s-%d", s.long, i)})
@@ -513,6 +590,12 @@ func (s *site) Freeze(_ context.Context, _ vm.VM, f Freezing, _ Progress) error 
 		}
 		room := s.free
 		for _, id := range sessions {
+			if s.lost[id] != "" {
+				continue // there is nothing to be frozen
+			}
+			if s.lent[s.runs[id]] != "" {
+				s.t.Errorf("session %s is frozen on the remote GPU %s", id, s.runs[id])
+			}
 			if !slices.Contains(away, id) {
 				if s.sizes[id] > room {
 					return fmt.Errorf("session %s: the VM has no room", id)
@@ -570,8 +653,12 @@ func (s *site) Release(_ context.Context, _ vm.VM, gpu string) error {
 		if err := s.here(); err != nil {
 			return err
 		}
-		for id, frozen := range s.frozen {
-			if !frozen {
+		if len(s.begin) > 0 && s.cards[gpu].plugged != "" {
+			s.frozen[s.begin[0]], s.runs[s.begin[0]] = false, gpu
+			s.begin = s.begin[1:]
+		}
+		for id := range s.frozen {
+			if s.computes(id, gpu) {
 				return fmt.Errorf("session %s uses %s", id, gpu)
 			}
 		}
@@ -606,11 +693,14 @@ func (s *site) Thaw(_ context.Context, m vm.VM, gpu string, sessions []string, _
 			s.t.Errorf("thawed on %s, which the VM does not have", gpu)
 		}
 		for _, id := range sessions {
+			if s.lost[id] != "" {
+				continue
+			}
 			if state, ok := s.waits[id]; ok && s.keeps[s.host][id] != state {
 				return fmt.Errorf("session %s waits for state %d, and %s keeps %v", id, state, s.host, s.keeps)
 			}
 			delete(s.waits, id)
-			s.frozen[id] = false
+			s.frozen[id], s.runs[id] = false, gpu
 		}
 		s.onGPU = gpu
 		return nil
@@ -644,8 +734,8 @@ func (w *world) check(m *clusterv1.Migration) {
 		}
 	case clusterv1.MigrationState_MIGRATION_STATE_HELD:
 		for _, id := range mm.GetSessions() {
-			if !w.frozen[id] {
-				w.t.Errorf("held, and session %s is not frozen", id)
+			if on := w.runs[id]; on != "" && !w.frozen[id] && w.lent[on] == "" && (w.far == "" || w.cards[on].plugged == "") {
+				w.t.Errorf("held, and session %s is neither frozen nor on a GPU that the VM has: %s", id, on)
 			}
 			if state, away := w.waits[id]; away && w.keeps[w.at][id] != state {
 				w.t.Errorf("held, and state %d of session %s is not where the VM is: %v", state, id, w.keeps)
@@ -673,6 +763,17 @@ func (w *world) check(m *clusterv1.Migration) {
 			w.t.Errorf("%s: session %s frozen: %v", m.GetState(), id, frozen)
 		}
 	}
+	for id, on := range w.runs {
+		if on != want && !w.frozen[id] && !w.cold {
+			w.t.Errorf("%s: session %s is on %s, not %s", m.GetState(), id, on, want)
+		}
+	}
+	for gpu, claim := range w.lent {
+		if host := HostOf(gpu); w.fails[host+" endlend"] == nil && !w.down[host] {
+			w.t.Errorf("%s: %s is still lent to claim %s", m.GetState(), gpu, claim)
+		}
+		delete(w.claims, claim)
+	}
 	for _, c := range w.cards {
 		if c.gpu != want && c.holder != "" {
 			w.t.Errorf("%s: %s is still held for %s", m.GetState(), c.gpu, c.holder)
@@ -687,6 +788,7 @@ func (w *world) check(m *clusterv1.Migration) {
 			w.t.Errorf("%s: %s still keeps %v", m.GetState(), host, states)
 		}
 	}
+	w.checkParts(m)
 	if strings.Contains(m.GetStep(), " ") || m.GetStep() != "" {
 		w.t.Errorf("step %q after the end", m.GetStep())
 	}

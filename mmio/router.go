@@ -28,6 +28,7 @@ type port struct {
 	function Function
 	stats    *Stats
 	reset    sync.RWMutex // for writing: a reset is under way
+	detached bool         // guarded by reset
 }
 
 // Attach routes the accesses of a VM to a device, as that function. Stats may
@@ -64,7 +65,9 @@ func (r *Router) Detach(vm VM) {
 	delete(r.ports, vm)
 	r.mu.Unlock()
 	if p != nil {
-		p.reset.Lock() // waits for those under way, and is never unlocked: late ones are refused
+		p.reset.Lock() // waits for those under way
+		p.detached = true
+		p.reset.Unlock()
 	}
 }
 
@@ -100,6 +103,10 @@ func (r *Router) check(a Access) (*port, *Stats, Reason) {
 	}
 	if !p.reset.TryRLock() {
 		return nil, p.stats, Resetting
+	}
+	if p.detached { // after it was found
+		p.reset.RUnlock()
+		return nil, p.stats, NoDevice
 	}
 	return p, p.stats, 0
 }
@@ -142,7 +149,7 @@ func (r *Router) Reset(vm VM) {
 	}
 	p.reset.Lock()
 	defer p.reset.Unlock()
-	if d, ok := p.device.(Resetter); ok {
+	if d, ok := p.device.(Resetter); ok && !p.detached {
 		d.Reset(vm)
 	}
 }

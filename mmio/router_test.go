@@ -138,3 +138,21 @@ func TestEveryReasonAndPhaseHasAName(t *testing.T) {
 		t.Error("an unknown phase")
 	}
 }
+
+// TestResetOfADetachedDeviceEnds: a reset that was under way when the device was taken away is
+// done with, and does not reach it.
+func TestResetOfADetachedDeviceEnds(t *testing.T) {
+	for range 200 {
+		var r Router
+		d := &ram{t: t, stop: make(chan struct{}), begun: make(chan struct{})}
+		close(d.stop)
+		if err := r.Attach(7, d, function, nil); err != nil {
+			t.Fatal(err)
+		}
+		var done sync.WaitGroup
+		done.Go(func() { r.Detach(7) })
+		done.Go(func() { r.Reset(7) })
+		done.Go(func() { r.Write(Access{VM: 7, BAR: 1, Size: 4, Offset: 8, Data: 5}) })
+		done.Wait()
+	}
+}

@@ -19,7 +19,7 @@ import (
 func TestCurl(t *testing.T) {
 	curl, err := exec.LookPath("curl")
 	if err != nil {
-		t.Skip("no curl")
+		t.Fatal("no curl: make setup")
 	}
 	s := open(t, true)
 	s.put("ann", admin)

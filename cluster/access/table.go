@@ -76,6 +76,10 @@ func clusterTable() map[string]Rule {
 		// A lease lets another host's user compute here.
 		clusterv1connect.PeerServiceLendProcedure:     {Host, nobody, change},
 		clusterv1connect.PeerServiceEndLeaseProcedure: {Host, nobody, change},
+		// Contents of the calling host's session go to another host.
+		clusterv1connect.PeerServiceAllowFetchProcedure: {Host, nobody, change},
+		clusterv1connect.PeerServiceEndFetchProcedure:   {Host, nobody, change},
+		clusterv1connect.PeerServiceFetchProcedure:      {Host, nobody, change},
 	}
 }
 
@@ -101,6 +105,10 @@ func hostTable() map[string]Rule {
 		gpuctlv1connect.DeviceServiceIsolationProcedure:    {Local | User | Host, viewer, false},
 		gpuctlv1connect.DeviceServiceAttachProcedure:       {Local | User | Host, operator, change},
 		gpuctlv1connect.DeviceServiceDetachProcedure:       {Local | User | Host, operator, change},
+		gpuctlv1connect.DeviceServiceAttachRemoteProcedure: {Local | User | Host, operator, change},
+		gpuctlv1connect.DeviceServiceDetachRemoteProcedure: {Local | User | Host, operator, change},
+		gpuctlv1connect.DeviceServiceServeProcedure:        {Local | User | Host, operator, change},
+		gpuctlv1connect.DeviceServiceEndServeProcedure:     {Local | User | Host, operator, change},
 		gpuctlv1connect.DeviceServiceResetProcedure:        {Local | User | Host, operator, change},
 		gpuctlv1connect.DeviceServiceResizeProcedure:       {Local | User | Host, operator, change},
 		gpuctlv1connect.DeviceServiceListNICsProcedure:     {Local | User | Host, viewer, false},
@@ -112,6 +120,8 @@ func hostTable() map[string]Rule {
 		gpuctlv1connect.MigrationServiceStartProcedure:  {Local | User | Host, operator, change},
 		gpuctlv1connect.MigrationServiceAbortProcedure:  {Local | User | Host, operator, change},
 		gpuctlv1connect.MigrationServiceResumeProcedure: {Local | User | Host, operator, change},
+		// The caller's host asks the VM's.
+		gpuctlv1connect.MigrationServiceRehearseProcedure: {Local | User | Host, operator, change},
 	}
 }
 
@@ -122,6 +132,7 @@ func stepTable() map[string]Rule {
 		gpuctlv1connect.SiteServiceHostFactsProcedure:    {Host, nobody, false},
 		gpuctlv1connect.SiteServiceWhereProcedure:        {Host, nobody, false},
 		gpuctlv1connect.SiteServiceSessionsProcedure:     {Host, nobody, false},
+		gpuctlv1connect.SiteServiceLostProcedure:         {Host, nobody, false},
 		gpuctlv1connect.SiteServiceReserveProcedure:      {Host, nobody, change},
 		gpuctlv1connect.SiteServicePrepareProcedure:      {Host, nobody, change},
 		gpuctlv1connect.SiteServiceExpectProcedure:       {Host, nobody, change},
@@ -147,5 +158,20 @@ func stepTable() map[string]Rule {
 		gpuctlv1connect.SiteServiceKeepProcedure:    {Host, nobody, change},
 		gpuctlv1connect.SiteServiceDepositProcedure: {Host, nobody, change},
 		gpuctlv1connect.SiteServiceForgetProcedure:  {Host, nobody, change},
+		// Remote GPUs of VMs.
+		gpuctlv1connect.SiteServiceReachProcedure:   {Host, nobody, false},
+		gpuctlv1connect.SiteServiceLendProcedure:    {Host, nobody, change},
+		gpuctlv1connect.SiteServiceEndLendProcedure: {Host, nobody, change},
+		gpuctlv1connect.SiteServiceFollowProcedure:  {Host, nobody, change},
+		gpuctlv1connect.SiteServiceLeaseProcedure:   {Host, nobody, change},
+		gpuctlv1connect.SiteServiceSwapProcedure:    {Host, nobody, change},
+		gpuctlv1connect.SiteServiceHomeProcedure:    {Host, nobody, change},
+		// Parts of mediated GPUs of VMs. The contents go to the host to which the VM has moved.
+		gpuctlv1connect.SiteServiceParkPartsProcedure:    {Host, nobody, change},
+		gpuctlv1connect.SiteServiceExpectPartsProcedure:  {Host, nobody, change},
+		gpuctlv1connect.SiteServiceTakePartsProcedure:    {Host, nobody, change},
+		gpuctlv1connect.SiteServiceDropPartsProcedure:    {Host, nobody, change},
+		gpuctlv1connect.SiteServicePartContentsProcedure: {Host, nobody, change},
+		gpuctlv1connect.SiteServiceGivePartProcedure:     {Host, nobody, change},
 	}
 }

@@ -294,6 +294,9 @@ func (r *run) causes(h *host, g *gpu, i int) cause {
 	if g.flags&flagBlocked != 0 {
 		why |= obstacles(g.object, h.object)
 	}
+	if g.class.service && !r.borrows(h) {
+		why |= causeService
+	}
 	m := member{host: h, gpu: g}
 	if why&causeMemory == 0 {
 		why |= r.judgeRoom(&m, len(r.own) > 0 && r.ownHosts[h.name])
@@ -418,6 +421,7 @@ func (r *run) reword(h *host, v verdict) []*gpuctlv1.Reason {
 		}
 		add(causeKind, "kind", "mediated: only parts of it are given away, and only to who asks for them%s", hint)
 	}
+	add(causeService, "service", "service VM %s owns it: it is for sessions of other hosts, and for VMs (gpuctl attach VM %s --remote)", o.GetServer(), o.GetId())
 	add(causeIsolation, "isolation", "another GPU of its isolation group %s is held", o.GetIsolationGroup())
 	what := "GPUs"
 	if r.claim.GetOneRuntime() {

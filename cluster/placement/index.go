@@ -44,6 +44,7 @@ type class struct {
 	rank     uint32
 	profiles []*clusterv1.Profile // sorted by memory, then name
 	mediated bool                 // parts of it are given away, and the whole never
+	service  bool                 // it is a service VM's: for sessions of other hosts and of VMs only
 }
 
 // host is a host with its GPUs.
@@ -448,10 +449,13 @@ func (ix *Index) class(g *clusterv1.GPU) *class {
 		k.WriteByte(1)
 		k.WriteString(kind)
 	}
+	if g.GetServer() != "" {
+		k.WriteByte(2)
+	}
 	if c := ix.classes[k.String()]; c != nil {
 		return c
 	}
-	c := &class{number: len(ix.classes), like: g, mediated: slices.Contains(g.GetKinds(), state.KindMediated), rank: rank, profiles: slices.Clone(g.GetProfiles())}
+	c := &class{number: len(ix.classes), like: g, service: g.GetServer() != "", mediated: slices.Contains(g.GetKinds(), state.KindMediated), rank: rank, profiles: slices.Clone(g.GetProfiles())}
 	slices.SortFunc(c.profiles, func(a, b *clusterv1.Profile) int {
 		if a.GetMemory() != b.GetMemory() {
 			if a.GetMemory() < b.GetMemory() {

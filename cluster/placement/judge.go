@@ -31,6 +31,7 @@ const (
 	causeLend
 	causeCount
 	causeKind
+	causeService
 )
 
 // obstacles returns why a GPU gets nothing new, regardless of its room.
@@ -173,6 +174,16 @@ func (r *run) judgeClass(c *class) cause {
 	return why
 }
 
+// borrows reports whether the claim's sessions would reach GPUs of the host over a network:
+// those of another host, and of VMs.
+func (r *run) borrows(h *host) bool {
+	home := r.claim.GetHome()
+	return home != "" && home != h.name || r.claim.GetLabels()[LabelVM] != ""
+}
+
+// LabelVM is the label of a claim by which a VM has a remote GPU: the VM's UUID.
+const LabelVM = "gpuctl.vm"
+
 // wantsMediated reports whether the claim may get a part of a mediated GPU: it names a
 // profile, or its expression is about kinds. Nobody else gets a software GPU by surprise.
 func (r *run) wantsMediated() bool {
@@ -206,6 +217,9 @@ func (r *run) judge(h *host, g *gpu, special bool) (member, cause) {
 	}
 	if why := r.judgeClass(g.class); why != 0 {
 		return m, why
+	}
+	if g.class.service && !r.borrows(h) {
+		return m, causeService
 	}
 	return m, r.judgeRoom(&m, special)
 }

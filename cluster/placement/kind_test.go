@@ -84,3 +84,47 @@ func TestKindsAreWeighedWithReasons(t *testing.T) {
 		t.Error("nobody says why the mediated GPU was left out")
 	}
 }
+
+// A GPU of a service VM is for sessions of other hosts, and for VMs.
+func TestGPUOfAServiceVMIsForOthers(t *testing.T) {
+	c := placementtest.NewCluster()
+	of := &clusterv1.GPU{
+		Name: "vm-svc", Model: "A10", NumaNode: -1, Health: clusterv1.Health_HEALTH_OK, Present: true, Kinds: []string{"remote"}, Runtime: "service-vm", RuntimeKey: "vm",
+		Limits: &gpuctlv1.Limits{GlobalMemory: 4 * gib}, Server: "svc", LendAddresses: []string{"192.0.2.7:7651"},
+	}
+	for _, h := range []string{"a", "b"} {
+		var gpus []*clusterv1.GPU
+		if h == "a" {
+			gpus = append(gpus, of)
+		}
+		if err := c.Report(&clusterv1.Host{Name: h, Id: "id-" + h, Address: h + ":1", LendAddress: h + ":2", Protocol: 6}, gpus); err != nil {
+			t.Fatal(err)
+		}
+	}
+	remote := clusterv1.Remote_REMOTE_ALLOWED
+	for name, x := range map[string]struct {
+		claim *claim
+		want  string
+	}{
+		"a session of another host": {&claim{Id: "x", MinMemory: gib, Home: "b", Remote: remote}, "a/vm-svc"},
+		"a session of its host":     {&claim{Id: "x", MinMemory: gib, Home: "a", Remote: remote}, ""},
+		"a claim of its host":       {&claim{Id: "x", MinMemory: gib, Host: "a"}, ""},
+		"a claim of nobody":         {&claim{Id: "x"}, ""},
+		"a VM":                      {&claim{Id: "x", MinMemory: gib, Host: "a", Labels: map[string]string{placement.LabelVM: "u"}}, "a/vm-svc"},
+		"a VM, whole":               {&claim{Id: "x", Labels: map[string]string{placement.LabelVM: "u"}}, "a/vm-svc"},
+	} {
+		d := place(c, placement.Request{Claim: x.claim})
+		if got := where(d); got != x.want {
+			t.Errorf("%s: %q, want %q", name, got, x.want)
+		}
+		said := false
+		for r := range d.Rejected() {
+			for _, why := range r.GetReasons() {
+				said = said || why.GetCode() == "service"
+			}
+		}
+		if said != (x.want == "") {
+			t.Errorf("%s: it says why: %v", name, said)
+		}
+	}
+}

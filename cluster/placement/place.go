@@ -428,7 +428,7 @@ func (r *run) scanHost(h *host) {
 	var m member
 	for i := range h.gpus {
 		g := &h.gpus[i]
-		if g.flags&flagBlocked != 0 || h.class == nil && r.judgeClass(g.class) != 0 || r.toModel != "" && !r.ofToModel(g) {
+		if g.flags&flagBlocked != 0 || h.class == nil && r.judgeClass(g.class) != 0 || r.toModel != "" && !r.ofToModel(g) || g.class.service && !r.borrows(h) {
 			continue
 		}
 		if !own && g.flags&flagFree == 0 && (g.room < r.need || wholly) {

@@ -245,6 +245,8 @@ func gpuFields() []field {
 		truth("present", "its host reports it", func(o object) bool { return o.GetGpu().GetPresent() }),
 		number("processes", "how many use it outside of any assignment", func(o object) int64 { return int64(len(o.GetGpu().GetProcesses())) }),
 		{name: "kinds", doc: "ways in which it is given away: passthrough, slice, remote, mediated", list: func(o object) []string { return o.GetGpu().GetKinds() }},
+		text("server", "service VM that owns it", func(o object) string { return o.GetGpu().GetServer() }),
+		{name: "lend_addresses", doc: "where carriers reach the service VM", list: func(o object) []string { return o.GetGpu().GetLendAddresses() }},
 		{name: "profiles", doc: "slices that it can be cut into", list: func(o object) []string {
 			var names []string
 			for _, p := range o.GetGpu().GetProfiles() {
@@ -362,6 +364,7 @@ func migrationFields() []field {
 		text("message", "what went wrong", func(o object) string { return o.GetMigration().GetMessage() }),
 		number("bytes", "bytes moved", func(o object) int64 { return expr.Int(o.GetMigration().GetBytes()) }),
 		number("stopped_ns", "downtime of the application", func(o object) int64 { return o.GetMigration().GetStoppedNs() }),
+		number("lost", "sessions of the VM that were lost on the way", func(o object) int64 { return int64(len(o.GetMigration().GetMachine().GetLost())) }),
 		moment("started", "when it started", func(o object) int64 { return o.GetMigration().GetStartedUnixMs() }),
 		moment("ended", "when it ended", func(o object) int64 { return o.GetMigration().GetEndedUnixMs() }),
 		number("token", "fencing token", func(o object) int64 { return expr.Int(o.GetMigration().GetToken()) }),

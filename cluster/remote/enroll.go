@@ -1,6 +1,7 @@
 package remote
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -32,7 +33,7 @@ const (
 // Client returns an HTTP client for hosts, with this TLS configuration. Answers are
 // bounded, whatever a host sends.
 func Client(config *tls.Config) *http.Client {
-	return newClient(bounded{transport(config)})
+	return newClient(bounded{transport(config, defaultPing)})
 }
 
 // newClient returns a client that does not follow redirections. A host could redirect a
@@ -78,9 +79,10 @@ func (b *boundedBody) Read(p []byte) (int, error) {
 }
 
 // HostClient does the same as Client, for a host that calls others. config returns the TLS
-// configuration for the host at an address.
-func HostClient(config func(address string) *tls.Config) *http.Client {
-	t := transport(&tls.Config{MinVersion: tls.VersionTLS13})
+// configuration for the host at an address. A host that has been silent for ping is asked
+// whether it is there; its connection is lost if it does not answer for as long. Zero: 2 s.
+func HostClient(config func(address string) *tls.Config, ping time.Duration) *http.Client {
+	t := transport(&tls.Config{MinVersion: tls.VersionTLS13}, cmp.Or(ping, defaultPing))
 	t.DialTLSContext = func(ctx context.Context, network, address string) (net.Conn, error) {
 		c := config(address)
 		c.NextProtos = t.TLSClientConfig.NextProtos
@@ -89,7 +91,11 @@ func HostClient(config func(address string) *tls.Config) *http.Client {
 	return newClient(bounded{t})
 }
 
-func transport(config *tls.Config) *http.Transport {
+// defaultPing is how long a connection may be silent before the other end is asked, and
+// then until it is lost.
+const defaultPing = 2 * time.Second
+
+func transport(config *tls.Config, ping time.Duration) *http.Transport {
 	config = config.Clone()
 	config.NextProtos = []string{pki.ProtoHTTP2, pki.ProtoHTTP1}
 	return &http.Transport{
@@ -102,7 +108,7 @@ func transport(config *tls.Config) *http.Transport {
 
 		MaxResponseHeaderBytes: maxAnswerHeader,
 		// Pings detect a host that has failed without closing the connection.
-		HTTP2: &http.HTTP2Config{SendPingTimeout: 2 * time.Second, PingTimeout: 2 * time.Second},
+		HTTP2: &http.HTTP2Config{SendPingTimeout: ping, PingTimeout: ping},
 	}
 }
 
@@ -111,7 +117,7 @@ func transport(config *tls.Config) *http.Transport {
 func Watched(config *tls.Config) (*http.Client, func() []net.Conn) {
 	var mu sync.Mutex
 	var conns []net.Conn
-	t := transport(config)
+	t := transport(config, defaultPing)
 	dial := t.DialContext
 	t.DialContext = func(ctx context.Context, network, address string) (net.Conn, error) {
 		c, err := dial(ctx, network, address)

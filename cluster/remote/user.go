@@ -101,7 +101,7 @@ func (u *User) credentials(host string) (*pki.Credentials, error) {
 // client returns a client that tries the addresses one after the other.
 func (u *User) client(m *pki.Material, addresses []string) *http.Client {
 	config := pki.Trust{Provider: m, Now: u.now}.ClientConfig("")
-	t := transport(config)
+	t := transport(config, defaultPing)
 	config = t.TLSClientConfig
 	t.DialTLSContext = func(ctx context.Context, network, _ string) (net.Conn, error) {
 		var errs []error

@@ -73,6 +73,7 @@ type Timing struct {
 	Lease     time.Duration // a leader that reaches no majority for so long steps down
 	Commit    time.Duration // longest delay until followers learn what is committed
 	RPC       time.Duration // limit for one call between hosts
+	Ping      time.Duration // a connection between hosts that is silent for so long is asked, and is lost after as long again
 
 	Pulse  time.Duration // interval of hosts' heartbeats to the leader
 	Down   time.Duration // a host without heartbeats for so long is down
@@ -85,17 +86,18 @@ type Timing struct {
 func Fast() Timing {
 	return Timing{
 		Heartbeat: 250 * time.Millisecond, Election: 250 * time.Millisecond,
-		Lease: 200 * time.Millisecond, Commit: 100 * time.Millisecond, RPC: 2 * time.Second,
+		Lease: 200 * time.Millisecond, Commit: 100 * time.Millisecond, RPC: 2 * time.Second, Ping: 2 * time.Second,
 		Pulse: 500 * time.Millisecond, Down: 3 * time.Second,
 		Review: time.Second, Expiry: 100 * time.Millisecond,
 	}
 }
 
-// Stretched returns the timing with n times the time-outs of leader election. It is for
-// hosts that are slow or far apart: fewer needless elections and messages, but a new
-// leader is elected later.
+// Stretched returns the timing with n times the time-outs of leader election and of silent
+// connections. It is for hosts that are slow or far apart: fewer needless elections and
+// messages, and no operation fails because a busy host was slow to answer; but the loss of
+// a leader or of a host is noticed later.
 func (t Timing) Stretched(n int) Timing {
-	for _, d := range []*time.Duration{&t.Heartbeat, &t.Election, &t.Lease} {
+	for _, d := range []*time.Duration{&t.Heartbeat, &t.Election, &t.Lease, &t.Ping} {
 		*d *= time.Duration(n)
 	}
 	return t

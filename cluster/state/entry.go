@@ -43,6 +43,14 @@ func VersionOf(c *clusterv1.Command) uint32 {
 			return ProtocolMediated
 		}
 	}
+	for _, g := range c.GetReportHost().GetGpus() {
+		if g.GetServer() != "" {
+			return ProtocolService
+		}
+	}
+	if m := c.GetPutMigration().GetMigration().GetMachine(); m.GetFarGpu() != "" || len(m.GetParts()) > 0 {
+		return ProtocolLive
+	}
 	claim := c.GetPutClaim().GetClaim()
 	if c.GetSetQueue() != nil || c.GetReportLinks() != nil || claim.GetHome() != "" || claim.GetRemote() != clusterv1.Remote_REMOTE_UNSPECIFIED {
 		return ProtocolRemote

@@ -15,7 +15,9 @@ import (
 //	2  identities with an enrolment
 //	3  claims with a home, links, and the queue's policy
 //	4  parts of mediated GPUs
-const Protocol = ProtocolMediated
+//	5  migrations of VMs with a remote GPU, or with parts of mediated GPUs
+//	6  GPUs of service VMs
+const Protocol = ProtocolService
 
 // ProtocolEnrolments is the lowest version that knows enrolments, and ProtocolRemote that
 // which knows claims with a home, links, and policies of the queue.
@@ -26,6 +28,14 @@ const (
 
 // ProtocolMediated is the lowest version that knows parts of mediated GPUs.
 const ProtocolMediated = 4
+
+// ProtocolLive is the lowest version that knows migrations of VMs with a remote GPU, or with
+// parts of mediated GPUs.
+const ProtocolLive = 5
+
+// ProtocolService is the lowest version that knows GPUs of service VMs. Hosts below it would
+// give them to sessions of their own host.
+const ProtocolService = 6
 
 // Store has the current state. It is safe for concurrent use: Apply and Restore run one
 // after the other, and views never wait.

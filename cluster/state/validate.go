@@ -3,6 +3,7 @@ package state
 import (
 	"fmt"
 	"net"
+	"net/netip"
 	"strconv"
 	"strings"
 	"unicode"
@@ -28,6 +29,7 @@ const (
 	maxGPUsPerHost   = 256
 	maxProfiles      = 64
 	maxKinds         = 8
+	maxLendAddresses = 8
 	maxInstances     = 1024
 	maxGPUsPerClaim  = 64
 	maxHostsNot      = 256
@@ -257,8 +259,27 @@ func checkGPUs(host string, gpus []*clusterv1.GPU) error {
 			known("GPU "+id, g.GetHealth()),
 			checkProfiles(id, g.GetProfiles()),
 			checkKinds(id, g.GetKinds()),
+			checkServer(id, g),
 		); err != nil {
 			return err
+		}
+	}
+	return nil
+}
+
+// checkServer checks what is said of the service VM that owns a GPU.
+func checkServer(gpu string, g *clusterv1.GPU) error {
+	if g.GetServer() != "" {
+		if err := title("GPU "+gpu+": server", g.GetServer(), false); err != nil {
+			return err
+		}
+	}
+	if n := len(g.GetLendAddresses()); n > maxLendAddresses || n > 0 && g.GetServer() == "" {
+		return fmt.Errorf("GPU %s: %d addresses for carriers: at most %d, and of a service VM only", gpu, n, maxLendAddresses)
+	}
+	for _, a := range g.GetLendAddresses() {
+		if at, err := netip.ParseAddrPort(a); err != nil || at.Port() == 0 {
+			return fmt.Errorf("GPU %s: %.80q is not IP:PORT", gpu, a)
 		}
 	}
 	return nil

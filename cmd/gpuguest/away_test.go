@@ -451,7 +451,10 @@ func (s *moved) Prepare(ctx context.Context, _ vm.VM, _, _ string) (*gpuctlv1.PC
 
 func (s *moved) GiveBack(context.Context, vm.VM, string) error { return nil }
 
-func (s *moved) Attach(ctx context.Context, _ vm.VM, _ string, _ bool) error {
+func (s *moved) Attach(ctx context.Context, _ vm.VM, _ string, _ bool, at string) error {
+	if at != "0000:00:05.0" {
+		s.vm.t.Errorf("the card is to be at %q", at)
+	}
 	if !s.vm.plugged {
 		s.vm.has(s.h.Name)
 		id, _ := s.h.Keeper.Identity(ctx, "")
@@ -461,13 +464,13 @@ func (s *moved) Attach(ctx context.Context, _ vm.VM, _ string, _ bool) error {
 	return nil
 }
 
-func (s *moved) Detach(context.Context, vm.VM, string) error {
+func (s *moved) Detach(context.Context, vm.VM, string) (string, error) {
 	if s.vm.plugged {
 		s.vm.has("")
 		s.vm.unplug()
 		s.vm.plugged = false
 	}
-	return nil
+	return "0000:00:05.0", nil
 }
 
 func (s *moved) Move(_ context.Context, _ vm.VM, to string, _ migrate.Progress) error {

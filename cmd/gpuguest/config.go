@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"net"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -49,6 +51,8 @@ type vmOptions struct {
 	Services []string `yaml:"services"`
 
 	Sharing turn.Settings `yaml:"sharing,omitempty"` // how sessions share a GPU
+	// Lend is the HOST:PORT at which carriers reach this VM; empty: its cards are its own.
+	Lend string `yaml:"lend,omitempty"`
 
 	mode os.FileMode
 	wait time.Duration
@@ -151,6 +155,9 @@ func (o *vmOptions) check() error {
 	if _, err := o.Sharing.Config(); err != nil {
 		bad("sharing: %w", err)
 	}
+	if err := checkLend(o.Lend); err != nil {
+		bad("lend: %w", err)
+	}
 	for _, unit := range o.Services {
 		if !unitPattern.MatchString(unit) {
 			bad("services: %q is no unit's name, as nvidia-persistenced.service", unit)
@@ -160,4 +167,23 @@ func (o *vmOptions) check() error {
 		bad("maxSessions: %d is negative", o.MaxSessions)
 	}
 	return errors.Join(errs...)
+}
+
+// checkLend checks where carriers are to reach the VM. Who lends says so to others, so that
+// the port must be known.
+func checkLend(at string) error {
+	if at == "" {
+		return nil
+	}
+	host, port, err := net.SplitHostPort(at)
+	if err != nil {
+		return fmt.Errorf("%q is not HOST:PORT: %w", at, err)
+	}
+	if _, err := netip.ParseAddr(host); host != "" && err != nil {
+		return fmt.Errorf("%q: %q is not an IP address; leave it out for all addresses of the VM", at, host)
+	}
+	if n, err := strconv.ParseUint(port, 10, 16); err != nil || n == 0 {
+		return fmt.Errorf("%q: port %q is not a number from 1 to 65535", at, port)
+	}
+	return nil
 }

@@ -23,6 +23,11 @@ func TestVMConfig(t *testing.T) {
 	if err != nil || o.AppSocket != "/run/x/app.sock" || o.mode != 0o660 || o.wait != 30*time.Second || !o.Emulated {
 		t.Errorf("%+v, %v", o, err)
 	}
+	for _, at := range []string{"192.0.2.1:7651", ":7651", "\"[2001:db8::1]:7651\""} {
+		if _, err := parseVM([]byte("version: 1\nlend: " + at)); err != nil {
+			t.Error(err)
+		}
+	}
 	for in, want := range map[string]string{
 		"":                                       "empty",
 		"wait: no":                               "version",
@@ -37,6 +42,10 @@ func TestVMConfig(t *testing.T) {
 		"version: 1\nexecutorUsers: 0-9999":      "executorUsers",
 		"version: 1\nexecutorUsers: 65000-70000": "executorUsers",
 		"version: 1\nexecutorMemory: much":       "executorMemory",
+		"version: 1\nlend: 192.0.2.1":            "lend",
+		"version: 1\nlend: gpuvm:7651":           "lend",
+		"version: 1\nlend: 192.0.2.1:0":          "lend",
+		"version: 1\nlend: 192.0.2.1:lend":       "lend",
 	} {
 		if _, err := parseVM([]byte(in)); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%q: %v, want %q", in, err, want)

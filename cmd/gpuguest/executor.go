@@ -14,15 +14,18 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/encoding/protojson"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/budget"
 	"github.com/gpuctl/gpuctl/guest/confine"
 	"github.com/gpuctl/gpuctl/guest/opencl/carrier"
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 	"github.com/gpuctl/gpuctl/guest/opencl/executor"
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/guest/session"
+	"github.com/gpuctl/gpuctl/internal/compress"
 	"github.com/gpuctl/gpuctl/internal/throttle"
 )
 
@@ -129,6 +132,13 @@ func runExecutor(ctx context.Context, in io.Reader, log *slog.Logger) error {
 			return fmt.Errorf("virtual device: %w", err)
 		}
 	}
+	if c.BudgetFD != 0 {
+		unix.CloseOnExec(c.BudgetFD) // a runtime's compiler has no use for it
+		var err error
+		if cfg.Budget, err = budget.Use(os.NewFile(uintptr(c.BudgetFD), "budget"), c.BudgetLine, cfg.Device.GetGlobalMemory()); err != nil {
+			return err
+		}
+	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	if c.AppPID != 0 {
@@ -145,6 +155,7 @@ func runExecutor(ctx context.Context, in io.Reader, log *slog.Logger) error {
 		cfg.Far = &executor.Far{
 			Acceptor: remote.Acceptor{
 				Plain: c.Far.Plain, Own: remote.Identity{Certificate: c.Far.Certificate, Key: c.Far.Key}, Peer: c.Far.Peer,
+				Compress: remote.Compress{Always: c.Far.CompressAlways, Counts: &compress.Counts{}},
 			},
 			Outage: c.Far.Outage,
 		}

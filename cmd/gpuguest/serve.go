@@ -118,6 +118,12 @@ func newLauncher(dir, taken, users, memory string, log *slog.Logger) (*session.E
 		log.Info("executors run as this user: other users are protected from them, this one's processes and sockets are not")
 		return l, nil
 	}
+	if err := os.MkdirAll(dir, 0o711); err != nil {
+		return nil, fmt.Errorf("run folder: %w", err)
+	}
+	if err := confine.MakeLoadable(dir); err != nil {
+		log.Warn("GPUs of runtimes that compile for the processor, as PoCL, can't be used from this run folder", "err", err)
+	}
 	l.Users = &confine.Users{Range: r, Dir: taken}
 	if l.Limits, err = confine.FindLimits(sessionsGroup, most); err != nil {
 		log.Info("the memory of executors is not limited", "err", err)

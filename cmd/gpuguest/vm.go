@@ -16,6 +16,7 @@ import (
 
 	"github.com/coreos/go-systemd/v22/daemon"
 
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/guest/service"
 	"github.com/gpuctl/gpuctl/guest/session"
@@ -45,6 +46,17 @@ func (o vmOptions) profiles() (*profile.Set, error) {
 	return profile.Load(profile.Options{Emulated: o.Emulated, Extra: extra})
 }
 
+// launcher makes the run folder, and what starts executors in it.
+func (o vmOptions) launcher(log *slog.Logger) (*session.ExecLauncher, error) {
+	if o.User != "" {
+		log.Warn("executorUser is not used any more: each session has a user of its own, out of executorUsers")
+	}
+	if err := os.MkdirAll(o.RunDir, 0o755); err != nil {
+		return nil, fmt.Errorf("run folder: %w", err)
+	}
+	return newLauncher(o.RunDir, filepath.Join(o.RunDir, "users"), o.Users, o.Memory, log)
+}
+
 // serveVM runs gpuguest in a VM. root is the folder with the VM's files: /, except in
 // tests.
 func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) error {
@@ -52,19 +64,21 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	if err != nil {
 		return err
 	}
-	if o.User != "" {
-		log.Warn("executorUser is not used any more: each session has a user of its own, out of executorUsers")
-	}
-	launcher, err := newLauncher(o.RunDir, filepath.Join(o.RunDir, "users"), o.Users, o.Memory, log)
+	launcher, err := o.launcher(log)
 	if err != nil {
 		return err
 	}
-	if err := os.MkdirAll(o.RunDir, 0o755); err != nil {
-		return fmt.Errorf("run folder: %w", err)
+	var a *agent.Agent // made below, before applications and hosts are accepted
+	leases, err := newLeases(o, launcher, func() *agent.Agent { return a }, log)
+	if err != nil {
+		return err
 	}
+	defer leases.Close()
 	m, err := session.New(session.Config{
 		Dir: o.RunDir, Launcher: launcher, Logger: log, Faults: os.Getenv("GPUCTL_FAULTS") == "1", MaxSessions: o.MaxSessions, CompileAnew: o.CompileAnew,
-		Sharing: o.Sharing,
+		Sharing: o.Sharing, Lender: leases.forHost(), Lease: func(ctx context.Context, session string, offer *gpuctlv1.OfferRequest) (*gpuctlv1.Target, error) {
+			return a.Lease(ctx, session, offer)
+		},
 	})
 	if err != nil {
 		return err
@@ -102,10 +116,10 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 		defer b.Close()
 		openBulk = b.Open
 	}
-	a, err := agent.New(agent.Config{
+	a, err = agent.New(agent.Config{
 		Root: machine, Dir: o.RunDir, Profiles: profiles, Prober: launcher, Version: cmdutil.Version(),
 		Sessions: &agent.GuestSessions{Client: gpuctlv1connect.NewGuestServiceClient(client, "http://gpuguest"), RunDir: o.RunDir},
-		Users:    usersOf(machine), Events: events, Ready: gate.Set, Bulk: openBulk, Logger: log, Driver: driver,
+		Users:    usersOf(machine), Events: events, Ready: gate.Set, Bulk: openBulk, Logger: log, Driver: driver, Lender: leases.forAgent(),
 		Services: &units{machine: machine, binder: bind.New(machine, nil, bind.WithBootVGA()), may: o.Services},
 	})
 	if err != nil {
@@ -150,14 +164,9 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 
 // listenApps opens the socket of the VM's applications.
 func listenApps(o vmOptions) (*net.UnixListener, error) {
-	l, err := rundir.Listen(o.AppSocket) // for its owner alone, until its group and mode are set
+	u, err := rundir.Listen(o.AppSocket) // for its owner alone, until its group and mode are set
 	if err != nil {
 		return nil, err
-	}
-	u, ok := l.(*net.UnixListener)
-	if !ok {
-		l.Close()
-		return nil, fmt.Errorf("socket %s: it is a %s", o.AppSocket, l.Addr().Network())
 	}
 	if o.AppGroup != "" {
 		gid, err := lookupGroup(o.AppGroup)

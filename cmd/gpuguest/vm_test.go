@@ -53,7 +53,7 @@ func newVM(t *testing.T, before ...func(*testVM)) *testVM {
 	t.Helper()
 	for _, need := range []string{oclgrind, "/etc/OpenCL/vendors/pocl.icd"} {
 		if _, err := os.Stat(need); err != nil {
-			t.Skip("needs the packages oclgrind and pocl-opencl-icd")
+			t.Fatal("needs the packages oclgrind and pocl-opencl-icd: make setup")
 		}
 	}
 	root, err := built()

@@ -34,7 +34,7 @@ func testLibrary(t *testing.T) (env []string, mode func(string)) {
 	t.Helper()
 	gcc, err := exec.LookPath("gcc")
 	if err != nil {
-		t.Skip("needs gcc")
+		t.Fatal("needs gcc: make setup")
 	}
 	dir := t.TempDir()
 	out, err := exec.Command(gcc, "-shared", "-fPIC", "-w", "-o", filepath.Join(dir, "libnvidia-ml.so.1"), "testdata/nvml.c").CombinedOutput()

@@ -56,6 +56,10 @@ func newHost(gpus, name, space, address, bin, dir string) (*host, error) {
 func (h *host) path(name string) string { return filepath.Join(h.dir, name) }
 func (h *host) socket() string          { return h.path("hostd.sock") }
 
+// startPatience is for hostd and gpuguest, which load the runtimes: seconds, and more where
+// much else runs.
+const startPatience = 3 * time.Minute
+
 // start returns when the host answers.
 func (h *host) start(ctx context.Context) error {
 	log, err := os.OpenFile(h.path("hostd.log"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
@@ -72,7 +76,7 @@ func (h *host) start(ctx context.Context) error {
 	}
 	h.ended = make(chan error, 1)
 	go func(cmd *exec.Cmd, ended chan error) { ended <- cmd.Wait() }(h.cmd, h.ended)
-	for end := time.Now().Add(20 * time.Second); time.Now().Before(end); {
+	for end := time.Now().Add(startPatience); time.Now().Before(end); {
 		select {
 		case err := <-h.ended:
 			text, _ := os.ReadFile(h.path("hostd.log"))
@@ -85,7 +89,7 @@ func (h *host) start(ctx context.Context) error {
 			return nil
 		}
 	}
-	return fmt.Errorf("hostd of %s does not answer; its log is %s", h.name, h.path("hostd.log"))
+	return fmt.Errorf("hostd of %s does not answer after %v; its log is %s", h.name, startPatience, h.path("hostd.log"))
 }
 
 // kill ends hostd as a crash does. Its gpuguest and sessions go on.

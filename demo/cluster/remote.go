@@ -21,7 +21,7 @@ import (
 const (
 	away     = 5 * time.Second       // how long the application computes on the other host
 	home     = 5 * time.Second       // and how long on its own afterwards
-	patience = 10 * time.Minute      // building x264's programs takes one of them where much else runs
+	patience = 30 * time.Minute      // building x264's programs takes ten of them where much else runs, on each GPU
 	width    = 72                    // columns of the timeline
 	frame    = 20 * time.Millisecond // least time from one frame of the video to the next
 )
@@ -264,9 +264,18 @@ func (d *demo) run(ctx context.Context, h *host, w work, p *pulse, command []str
 	return fed, err
 }
 
+// where is a session: on which GPU, what it has launched there and elsewhere, and what it
+// does if not compute.
 type where struct {
-	ID  string `json:"id"`
-	GPU string `json:"gpu"`
+	ID       string `json:"id"`
+	GPU      string `json:"gpu"`
+	Launches uint64 `json:"launches"`
+	State    string `json:"state"`
+	Message  string `json:"message"`
+}
+
+func (w where) String() string {
+	return strings.TrimSuffix(fmt.Sprintf("session %s is %s on %s after %d launches: %s", w.ID, w.State, w.GPU, w.Launches, w.Message), ": ")
 }
 
 // on returns the session of a host.
@@ -293,8 +302,10 @@ func (d *demo) follow(ctx context.Context, p *pulse) error {
 	is := func(gpu string) func() (bool, error) {
 		return func() (bool, error) {
 			var err error
-			s, err = d.on(ctx, a)
-			return s.GPU == gpu, err
+			if s, err = d.on(ctx, a); err == nil && s.GPU != gpu {
+				err = errors.New(s.String()) // said if it is waited for too long
+			}
+			return err == nil, err
 		}
 	}
 	if err := d.until(ctx, "the session is on "+b.name, is(b.name+"/small")); err != nil {
@@ -309,7 +320,7 @@ func (d *demo) follow(ctx context.Context, p *pulse) error {
 			return err
 		}
 	}
-	if err := d.compute(ctx, p, away); err != nil {
+	if err := d.compute(ctx, p, a, away); err != nil {
 		return err
 	}
 	d.say("the GPU of %s becomes free: the session comes home by itself", a.name)
@@ -324,13 +335,27 @@ func (d *demo) follow(ctx context.Context, p *pulse) error {
 	if err := d.print(ctx, a, "describe", "session", s.ID); err != nil {
 		return err
 	}
-	return d.compute(ctx, p, home)
+	return d.compute(ctx, p, a, home)
 }
 
-// compute waits until the application gives signs of life, and then so long.
-func (d *demo) compute(ctx context.Context, p *pulse, long time.Duration) error {
-	was := p.count()
-	if err := d.until(ctx, "the application computes", func() (bool, error) { return p.count() > was+8, nil }); err != nil {
+// compute waits until the application launches kernels and gives signs of life, and then so
+// long. Signs of life alone are too little: it may read its input while its programs are
+// built still, which takes minutes where much else runs.
+func (d *demo) compute(ctx context.Context, p *pulse, h *host, long time.Duration) error {
+	was, count := where{}, p.count()
+	if err := d.until(ctx, "the application computes", func() (bool, error) {
+		s, err := d.on(ctx, h)
+		if err != nil {
+			return false, err
+		}
+		if was.ID == "" {
+			was = s
+		}
+		if s.Launches <= was.Launches || p.count() <= count+8 {
+			return false, errors.New(s.String())
+		}
+		return true, nil
+	}); err != nil {
 		return err
 	}
 	select {

@@ -2,23 +2,25 @@ package cuda
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
+	"path/filepath"
 	"slices"
 	"strings"
 	"time"
 
-	"connectrpc.com/connect"
 	"golang.org/x/sys/unix"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/guest/cuda/criu"
 	"github.com/gpuctl/gpuctl/guest/cuda/holders"
+	"github.com/gpuctl/gpuctl/internal/room"
 )
 
 // endTime is how long a process may take to end after it was killed.
 const endTime = time.Minute
+
+// mostTree is how many processes a session may have that goes to a folder: its journal has all.
+const mostTree = 4096
 
 // Store suspends a session to a new folder, with its processes: they end, and Revive makes
 // them again.
@@ -32,36 +34,6 @@ func (m *Manager) Store(ctx context.Context, id, dir string, lockMS int64, failA
 		return nil, err
 	}
 	op.dir = dir
-	return op.run(), nil
-}
-
-// Revive makes the processes of a folder again, on the target's GPUs or those that they had.
-// The folder is left as it is if that fails, and marked as used if not.
-func (m *Manager) Revive(ctx context.Context, dir string, target *gpuctlv1.Target, failAt string, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
-	if m.cfg.UID != 0 {
-		return nil, connect.NewError(connect.CodeFailedPrecondition, errors.New("only root's gpuguest makes processes again"))
-	}
-	disk, err := criu.Open(dir)
-	if err != nil {
-		return nil, connect.NewError(connect.CodeFailedPrecondition, err)
-	}
-	rec, err := parseRecord(disk.State)
-	if err != nil {
-		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("%s: its session: %w", dir, err))
-	}
-	s := &session{m: m, rec: *rec, log: m.log}
-	if _, err := m.lookup(disk.Session); err != nil && m.Has(disk.Session) && disk.Session == rec.ID {
-		s.id = disk.Session
-	}
-	if err := m.register(s); err != nil {
-		return nil, err
-	}
-	op, err := s.begin(ctx, kindRevive, target, 0, failAt, quiet(sink))
-	if err != nil {
-		m.remove(s)
-		return nil, err
-	}
-	op.dir, op.disk = dir, disk
 	return op.run(), nil
 }
 
@@ -104,7 +76,36 @@ func (op *operation) checkStore(ctx context.Context, c *machine) (rs reasons) {
 	for _, tie := range ties {
 		rs.add(ReasonTied, "%s: start the program with setsid, its input and output in files", tie)
 	}
+	op.checkSpace(&rs, tree)
 	return rs
+}
+
+// checkSpace checks that the folder's file system has room for the processes, with what they
+// have on GPUs now, and notes how much that is.
+func (op *operation) checkSpace(rs *reasons, tree []*holders.Process) {
+	op.bytes = 0
+	for _, mb := range op.s.members() {
+		op.bytes += mb.bytes()
+	}
+	for _, p := range tree {
+		if p.Stopped {
+			rs.add(ReasonState, "pid %d (%s) is stopped; let it go on first, or it would go on after a failure", p.PID, p.Name)
+		}
+		n, err := op.s.m.cfg.Roots.Resident(p.PID)
+		if err != nil {
+			rs.add(ReasonGone, "%v", err)
+		}
+		op.bytes += n
+	}
+	above := filepath.Dir(op.dir)
+	if have, err := room.Folder(above); err != nil {
+		rs.add(ReasonFolder, "%v", err)
+	} else if op.bytes+op.bytes/100*hostMargin > have {
+		rs.add(ReasonFolder, "the processes take %s, and the file system of %s has %s left", size(op.bytes), above, size(have))
+	}
+	if len(tree) > mostTree {
+		rs.add(ReasonTied, "the job has %d processes; at most %d can be written", len(tree), mostTree)
+	}
 }
 
 func (op *operation) checkCRIU(ctx context.Context, rs *reasons) {
@@ -117,42 +118,17 @@ func (op *operation) checkCRIU(ctx context.Context, rs *reasons) {
 	}
 }
 
-// checkRevive checks that the processes can be made here.
-func (op *operation) checkRevive(ctx context.Context, c *machine) (rs reasons) {
-	op.checkCRIU(ctx, &rs)
-	if c.Driver != op.disk.Driver {
-		rs.add(ReasonDriver, "the processes are of driver %s, and here is %s: it must be the same", op.disk.Driver, c.Driver)
-	}
-	var sum uint64
-	for _, f := range op.disk.Files {
-		sum += uint64(f.Size)
-	}
-	if have, err := op.s.m.availableMemory(); err != nil || sum+sum/100*hostMargin > have {
-		rs.add(ReasonMemory, "the processes take %s of host memory, and %s are available without swapping", size(sum), size(have))
-	}
-	op.checkNumbers(&rs)
-	return rs
-}
-
-func (op *operation) checkNumbers(rs *reasons) {
-	for _, p := range op.disk.Processes {
-		for _, id := range append([]int{p.PID}, p.Threads...) {
-			if op.s.m.cfg.Roots.Taken(id) {
-				rs.add(ReasonPID, "a process here has the number %d, which one of the folder must have (%s)", id, p.Name)
-				break
-			}
-		}
-	}
-}
-
 // limit is how long criu may take.
 func (op *operation) limit() time.Duration {
 	d := op.s.m.cfg.Deadlines
-	var n uint64
-	for _, mb := range op.s.members() {
-		n += 2 * mb.bytes() // and what the processes have besides
+	return 10*d.Slack + time.Duration(op.bytes/d.Rate)*time.Second
+}
+
+// at is called where tests end gpuguest.
+func (op *operation) at(point string) {
+	if f := op.s.m.cfg.at; f != nil {
+		f(point)
 	}
-	return 10*d.Slack + time.Duration(n/d.Rate)*time.Second
 }
 
 // beganCRIU journals criu's pid: it goes on if gpuguest dies.
@@ -162,7 +138,9 @@ func (op *operation) beganCRIU(pid int) error {
 		start = p.Start
 		p.Close()
 	}
-	return op.s.update(func(r *record) { r.Op.Disk.CRIU, r.Op.Disk.CRIUStart = pid, start })
+	err := op.s.update(func(r *record) { r.Op.Disk.CRIU, r.Op.Disk.CRIUStart = pid, start })
+	op.at("criu")
+	return err
 }
 
 // outlive waits until the criu of an earlier gpuguest, or one that was cut off, has ended.
@@ -187,192 +165,20 @@ func (op *operation) outlive(ctx context.Context) error {
 	}
 }
 
-// tree returns the session's whole tree, as it is now.
-func (op *operation) tree(l *holders.Look) (all []treeProc) {
-	for _, p := range l.Tree(op.s.rec.PID) {
-		all = append(all, treeProc{p.PID, p.Start, p.Name})
-	}
-	return all
-}
-
-// dump has criu write the processes, after it was seen that none of them has a node of the
-// driver. They are stopped after it.
-func (op *operation) dump(ctx context.Context) error {
-	s := op.s
-	op.caller.pool.end()
-	l, err := s.m.cfg.Roots.Take(true)
-	if err != nil {
-		return err
-	}
-	tree := op.tree(l)
-	for _, p := range tree {
-		if h := l.Holders[p.PID]; h != nil {
-			return fmt.Errorf("pid %d still has %v after the checkpoint", p.PID, slices.Concat(h.Nodes, h.Mapped))
-		}
-	}
-	if err := s.update(func(r *record) { r.Op.Disk = &diskRecord{Dir: op.dir, Tree: tree} }); err != nil {
-		return err
-	}
-	if err := criu.Make(op.dir); err != nil {
-		return err
-	}
-	if err := s.update(func(r *record) { r.Op.Disk.Made = true }); err != nil {
-		return errors.Join(err, criu.Remove(op.dir))
-	}
-	return s.m.cfg.CRIU.Dump(ctx, s.rec.PID, op.dir, op.limit(), op.beganCRIU)
-}
-
-// undump lets the processes go on, and removes the folder.
-func (op *operation) undump(ctx context.Context) error {
-	d := op.s.rec.Op.Disk
-	if d == nil {
-		return nil
-	}
-	if err := op.outlive(ctx); err != nil {
-		return err
-	}
-	if d.Made {
-		if err := criu.Remove(d.Dir); err != nil {
-			return err
-		}
-	}
-	l, err := op.s.m.cfg.Roots.Take(false)
-	if err != nil {
-		return err
-	}
-	var errs []error
-	for _, p := range append(op.tree(l), d.Tree...) {
-		errs = append(errs, signal(p.PID, p.Start, unix.SIGCONT))
-	}
-	return errors.Join(errs...)
-}
-
-// seal writes the manifest, and commits.
-func (op *operation) seal(ctx context.Context) error {
-	s := op.s
-	l, err := s.m.cfg.Roots.Take(false)
-	if err != nil {
-		return err
-	}
-	tree := op.tree(l)
-	version, err := s.m.cfg.CRIU.Check(ctx)
-	if err != nil {
-		return err
-	}
-	s.mu.Lock()
-	rec := s.rec
-	rec.Op = nil
-	state, err := json.Marshal(&rec)
-	man := &criu.Manifest{Session: s.id, Driver: rec.Driver, CRIU: version, Root: rec.PID, State: state}
-	s.mu.Unlock()
-	if err != nil {
-		return err
-	}
-	for _, p := range tree {
-		threads, err := s.m.cfg.Roots.Threads(p.PID)
-		if err != nil {
-			return err
-		}
-		man.Processes = append(man.Processes, criu.Process{PID: p.PID, Threads: threads, Name: p.Name})
-	}
-	if err := s.update(func(r *record) { r.Op.Disk.Tree = tree }); err != nil {
-		return err
-	}
-	if err := criu.Seal(op.dir, man); err != nil {
-		return err
-	}
-	if err := op.fault.Fail(stepSeal); err != nil {
-		return err
-	}
-	err = s.update(func(r *record) {
-		r.Op.Committed = true
-		r.settle()
-	})
-	if err != nil { // the journal does not say so: it is taken back
-		s.mu.Lock()
-		s.rec.Op.Committed, s.rec.SuspendedTo = false, ""
-		s.mu.Unlock()
-	}
-	return err
-}
-
 // endTree ends the processes: they are in the folder.
 func (op *operation) endTree(ctx context.Context) error {
 	var errs []error
 	for _, p := range op.s.rec.Op.Disk.Tree {
 		errs = append(errs, end(ctx, p.PID, p.Start))
+		op.at("ended")
 	}
 	op.goesOn()
 	return errors.Join(errs...)
 }
 
-// makeTree has criu make the processes again. What it makes is journalled before.
-func (op *operation) makeTree(ctx context.Context) error {
-	s := op.s
-	var rs reasons
-	if op.checkNumbers(&rs); len(rs) > 0 {
-		return errors.New(rs[0].GetMessage())
-	}
-	var now unix.Timespec
-	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &now); err != nil {
-		return err
-	}
-	d := &diskRecord{Dir: op.dir, Since: uint64(now.Sec)*100 + uint64(now.Nsec)/1e7}
-	for _, p := range op.disk.Processes {
-		d.Tree = append(d.Tree, treeProc{PID: p.PID, Name: p.Name})
-	}
-	if err := s.update(func(r *record) { r.Op.Disk = d }); err != nil {
-		return err
-	}
-	if err := s.m.cfg.CRIU.Restore(ctx, op.dir, op.limit(), op.beganCRIU); err != nil {
-		return err
-	}
-	starts := map[int]uint64{}
-	for _, p := range append(pids(s.members()), s.rec.PID) {
-		pin, err := holders.Pin(p, 0)
-		if err != nil {
-			return err
-		}
-		starts[p] = pin.Start
-		pin.Close()
-	}
-	return s.update(func(r *record) {
-		r.Start = starts[r.PID]
-		for _, mb := range r.Members {
-			mb.Start, mb.state = starts[mb.PID], ""
-		}
-	})
-}
-
-// used marks the folder of a session that goes on again.
-func (op *operation) used() {
-	if d := op.s.rec.Op.Disk; d != nil {
-		if err := criu.Used(d.Dir); err != nil {
-			op.s.log.Warn("mark the folder as resumed; remove it, so that nobody resumes it again", "dir", d.Dir, "err", err)
-		}
-	}
-}
-
-// unmake ends what criu has made: the processes are in the folder still.
-func (op *operation) unmake(ctx context.Context) error {
-	d := op.s.rec.Op.Disk
-	if d == nil {
-		return nil
-	}
-	if err := op.outlive(ctx); err != nil {
-		return err
-	}
-	l, err := op.s.m.cfg.Roots.Take(false)
-	if err != nil {
-		return err
-	}
-	var errs []error
-	for _, p := range d.Tree {
-		if made := l.Processes[p.PID]; made != nil && made.Start >= d.Since && made.Name == p.Name {
-			errs = append(errs, end(ctx, p.PID, made.Start))
-		}
-	}
-	return errors.Join(errs...)
+// left reports whether a process of the tree has not ended.
+func (d *diskRecord) left() bool {
+	return slices.ContainsFunc(d.Tree, func(p treeProc) bool { return !ended(p.PID, p.Start) })
 }
 
 // again brings a session to where its interrupted operation with a folder leads.
@@ -382,7 +188,7 @@ func (op *operation) again(ctx context.Context, aim func(context.Context) error)
 	case o.Kind == kindStore && o.Committed:
 		return op.endTree(ctx)
 	case o.Kind == kindStore:
-		if err := op.undump(ctx); err != nil {
+		if err := op.undump(ctx); err != nil || o.Committed {
 			return err
 		}
 	case o.Kind == kindRevive && !o.Committed:
@@ -434,4 +240,12 @@ func signal(pid int, start uint64, sig unix.Signal) error {
 	}
 	defer p.Close()
 	return p.Signal(sig)
+}
+
+func ended(pid int, start uint64) bool {
+	p, err := holders.Pin(pid, start)
+	if err == nil {
+		p.Close()
+	}
+	return errors.Is(err, holders.ErrGone)
 }

@@ -2,6 +2,7 @@ package cuda
 
 import (
 	"context"
+	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -175,48 +176,126 @@ func TestStoreThatFailsIsTakenBack(t *testing.T) {
 	}
 }
 
-// The gpuguest is killed while criu works: the next one waits for criu and takes it back.
-func TestStoreOfAGuestThatDiesIsTakenBack(t *testing.T) {
+// The gpuguest is killed at every point of a store. The next one takes it back, or finishes
+// it after the commit.
+func TestStoreOfAGuestThatDiesIsTakenBackOrFinished(t *testing.T) {
 	needRoot(t)
-	r := newRig(t)
-	r.script("kill -KILL $PPID; sleep 0.3")
-	pid, works := r.apart()
-	id := r.adopt(pid)
-	r.m.Close()
+	for _, c := range []struct {
+		point, dump string
+		done        bool
+	}{
+		{"noted", "", false},
+		{"folder", "", false},
+		{"made", "", false},
+		{"criu", "", false}, // it has noted criu, and not let it begin
+		{"in criu", "kill -KILL $PPID; sleep 0.3", false},
+		{"dumped", "", false},
+		{"sealed", "", false},
+		{"committed", "", true},
+		{"ended", "", true},
+	} {
+		t.Run(c.point, func(t *testing.T) {
+			r := newRig(t)
+			r.script(c.dump)
+			pid, works := r.apart()
+			id := r.adopt(pid)
+			r.m.Close()
+			r.dies(kindStore, c.point)
+			r.open()
+			dir := filepath.Join(r.dir, "disk")
+			if !c.done {
+				if s := r.settled(id); s.GetState() != gpuctlv1.SessionState_SESSION_STATE_RUNNING {
+					t.Errorf("%v", s)
+				}
+				if left, err := filepath.Glob(dir + "*"); err != nil || len(left) > 0 {
+					t.Errorf("folders are left: %v, %v", left, err)
+				}
+				works()
+				return
+			}
+			testkit.Until(t, "the session has ended", func() error { return testkit.Want(len(r.m.list()) == 0, r.m.list()) })
+			if _, err := criu.Open(dir); err != nil {
+				t.Error(err)
+			}
+			if p, err := holders.Pin(pid, 0); !errors.Is(err, holders.ErrGone) {
+				t.Errorf("the process is there, too: %v, %v", p, err)
+			}
+		})
+	}
+}
+
+// dies has a gpuguest begin an operation with the folder, and die at a point of it.
+func (r *rig) dies(kind, point string) {
+	r.t.Helper()
 	exe, err := os.Executable()
 	if err != nil {
+		r.t.Fatal(err)
+	}
+	out, err := exec.Command(exe, "guest", r.dir, kind, point, r.cfg.CRIU.Path).CombinedOutput()
+	if err == nil || len(out) > 0 {
+		r.t.Fatalf("%v %s", err, out)
+	}
+}
+
+// Who is killed while it is stopped, after its folder is whole, is not lost with the folder.
+func TestStoreWhoseProcessesAreGoneIsFinished(t *testing.T) {
+	needRoot(t)
+	r := newRig(t)
+	r.script("")
+	pid, _ := r.apart()
+	id := r.adopt(pid)
+	r.m.Close()
+	r.dies(kindStore, "sealed")
+	if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
-	out, err := exec.Command(exe, "guest", r.dir, kindStore).CombinedOutput()
-	if err == nil || len(out) > 0 {
-		t.Fatalf("%v %s", err, out)
-	}
 	r.open()
-	if s := r.settled(id); s.GetState() != gpuctlv1.SessionState_SESSION_STATE_RUNNING {
-		t.Errorf("%v", s)
+	testkit.Until(t, "the session has ended", func() error { return testkit.Want(len(r.m.list()) == 0, r.m.list()) })
+	if m, err := criu.Open(filepath.Join(r.dir, "disk")); err != nil || m.Session != id {
+		t.Errorf("%v, %v", m, err)
 	}
-	if _, err := os.Stat(filepath.Join(r.dir, "disk")); !os.IsNotExist(err) {
-		t.Errorf("the folder is left: %v", err)
+}
+
+// Its user lets a stopped process go on: it is further than what was written.
+func TestStoreOfAProcessThatGoesOnIsTakenBack(t *testing.T) {
+	needRoot(t)
+	r := newRig(t)
+	r.script("kill -CONT $pid")
+	pid, works := r.apart()
+	res := r.store(r.adopt(pid), "")
+	if !res.GetRolledBack() || !strings.Contains(res.GetError(), "let go on meanwhile") {
+		t.Errorf("%v", res)
+	}
+	works()
+}
+
+// A folder that somebody else makes in the middle stays theirs.
+func TestStoreLeavesAFolderOfOthers(t *testing.T) {
+	needRoot(t)
+	dir := ""
+	r := newRig(t, func(c *Config) {
+		c.at = func(point string) {
+			if point == "folder" {
+				_ = os.Mkdir(dir, 0o700)
+			}
+		}
+	})
+	r.script("")
+	dir = filepath.Join(r.dir, "disk")
+	pid, works := r.apart()
+	if res := r.store(r.adopt(pid), ""); !res.GetRolledBack() || !strings.Contains(res.GetError(), "exists") {
+		t.Errorf("%v", res)
+	}
+	if left, err := filepath.Glob(dir + "*"); err != nil || len(left) != 1 || left[0] != dir {
+		t.Errorf("%v, %v", left, err)
 	}
 	works()
 }
 
 // TestProcessesGoToAFolderAndComeBack needs a criu that runs here.
 func TestProcessesGoToAFolderAndComeBack(t *testing.T) {
-	needRoot(t)
-	path := os.Getenv(realCRIU)
-	if v, err := (criu.Program{Path: path}).Check(t.Context()); err != nil {
-		t.Skipf("no criu here that serves: %v", err)
-	} else {
-		t.Log("criu", v)
-	}
-	// What criu makes is to be this process's child in the end, so that it can be reaped.
-	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
-		t.Fatal(err)
-	}
-	r := newRig(t, func(c *Config) { c.CRIU.Path = path; c.NoCanary = false })
-	pid, works := r.apart()
-	id := r.adopt(pid)
+	r, id, pid, works := realRig(t)
+	r.m.cfg.NoCanary = false
 	dir := filepath.Join(r.dir, "disk")
 	revive := func(failAt string, to ...string) *gpuctlv1.SwapResult {
 		t.Helper()
@@ -278,4 +357,120 @@ func TestProcessesGoToAFolderAndComeBack(t *testing.T) {
 	}
 	works()
 	free()
+}
+
+// The gpuguest is killed at every point of a resume from a folder, and criu in the middle of
+// both. It needs a criu that runs here.
+func TestKilledResumeFromAFolderIsTakenBackOrFinished(t *testing.T) {
+	r, id, pid, works := realRig(t)
+	dir := filepath.Join(r.dir, "disk")
+	if res := r.store(id, ""); res.GetError() != "" {
+		t.Fatalf("%v", res)
+	}
+	gone := func(what string) {
+		t.Helper()
+		testkit.Until(t, "the session is gone and its pid is free after "+what, func() error {
+			_, _ = unix.Wait4(pid, nil, unix.WNOHANG, nil)
+			return testkit.Want(len(r.m.list()) == 0 && !(holders.Roots{}).Taken(pid), r.m.list())
+		})
+		if _, err := criu.Open(dir); err != nil {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	gone("the store")
+	for _, point := range []string{"noted", "taken", "criu", "made", "started", "before restore", "after restore"} {
+		r.m.Close()
+		r.dies(kindRevive, point)
+		r.open()
+		gone(point)
+	}
+	// criu is killed: what it has begun is ended, by the same gpuguest.
+	for _, after := range []time.Duration{5 * time.Millisecond, 20 * time.Millisecond, 40 * time.Millisecond} {
+		if res := r.reviveKilled(dir, after); res.GetError() == "" {
+			t.Skip("criu was faster than its killer")
+		} else if !res.GetRolledBack() {
+			t.Errorf("%v", res)
+		}
+		gone("criu was killed after " + after.String())
+	}
+	r.m.Close()
+	r.dies(kindRevive, "after unlock")
+	r.open()
+	if s := r.settled(id); s.GetState() != gpuctlv1.SessionState_SESSION_STATE_RUNNING {
+		t.Errorf("%v", s)
+	}
+	if _, err := criu.Open(dir); err == nil || !strings.Contains(err.Error(), "resumed already") {
+		t.Errorf("%v", err)
+	}
+	works()
+}
+
+// reviveKilled resumes from a folder while somebody kills criu.
+func (r *rig) reviveKilled(dir string, after time.Duration) *gpuctlv1.SwapResult {
+	r.t.Helper()
+	r.m.cfg.at = func(point string) {
+		if point != "criu" {
+			return
+		}
+		for _, s := range r.m.list() {
+			pid := s.rec.Op.Disk.CRIU
+			time.AfterFunc(after, func() { _ = syscall.Kill(pid, syscall.SIGKILL) })
+		}
+	}
+	defer func() { r.m.cfg.at = nil }()
+	res, err := r.m.Revive(context.Background(), dir, nil, "", nil)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	return res
+}
+
+// A criu that is killed while it writes a process leaves it as it was, or the store fails.
+func TestKilledCRIULeavesTheProgramWhole(t *testing.T) {
+	r, id, _, works := realRig(t)
+	dir := filepath.Join(r.dir, "disk")
+	failed := 0
+	for _, after := range []time.Duration{2 * time.Millisecond, 10 * time.Millisecond, 20 * time.Millisecond, 35 * time.Millisecond} {
+		r.m.cfg.at = func(point string) {
+			if point == "criu" {
+				s, _ := r.m.lookup(id)
+				pid := s.rec.Op.Disk.CRIU
+				time.AfterFunc(after, func() { _ = syscall.Kill(pid, syscall.SIGKILL) })
+			}
+		}
+		res := r.store(id, "")
+		if res.GetError() == "" {
+			break // criu was faster
+		}
+		failed++
+		if !res.GetRolledBack() {
+			t.Fatalf("after %v: %v", after, res)
+		}
+		if _, err := os.Stat(dir); !os.IsNotExist(err) {
+			t.Errorf("the folder is left: %v", err)
+		}
+	}
+	if len(r.m.list()) == 0 {
+		t.Skipf("criu was faster than its killer, after %d", failed)
+	}
+	works()
+}
+
+// realRig is a rig with a criu that runs here, and a program in it.
+func realRig(t *testing.T) (r *rig, id string, pid int, works func()) {
+	t.Helper()
+	needRoot(t)
+	path := os.Getenv(realCRIU)
+	if v, err := (criu.Program{Path: path}).Check(t.Context()); err != nil {
+		t.Skipf("no criu here that serves: %v", err)
+	} else {
+		t.Log("criu", v)
+	}
+	// What criu makes is to be this process's child in the end, so that it can be reaped.
+	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
+		t.Fatal(err)
+	}
+	r = newRig(t, func(c *Config) { c.CRIU.Path = path })
+	pid, works = r.apart()
+	return r, r.adopt(pid), pid, works
 }

@@ -17,14 +17,12 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
-	"golang.org/x/sys/unix"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/cuda/ask"
 	"github.com/gpuctl/gpuctl/guest/cuda/criu"
 	"github.com/gpuctl/gpuctl/guest/cuda/holders"
 	"github.com/gpuctl/gpuctl/guest/engine"
-	"github.com/gpuctl/gpuctl/internal/beneath"
 	"github.com/gpuctl/gpuctl/internal/news"
 )
 
@@ -33,9 +31,6 @@ const (
 	idPrefix    = "d-"
 	mostSession = 1024
 )
-
-// ErrLocked is returned by New when another gpuguest uses the run folder.
-var ErrLocked = errors.New("another gpuguest uses this run folder")
 
 // Config is the configuration of a Manager.
 type Config struct {
@@ -60,17 +55,19 @@ type Config struct {
 	CRIU   criu.Program
 
 	die    func()                      // ends this process; only fault injection calls it
+	at     func(point string)          // between two acts on a folder; nil but in tests
 	crash  func(when string, o ask.Op) // before and after each call; nil but in tests
 	memory func() (uint64, error)      // available on this machine; nil but in tests
 }
 
 // Manager manages the sessions of one run folder.
 type Manager struct {
-	cfg  Config
-	log  *slog.Logger
-	lock *os.File
-	ask  *ask.Client
-	self string // this program
+	cfg    Config
+	log    *slog.Logger
+	lock   *os.File
+	losses *engine.Losses
+	ask    *ask.Client
+	self   string // this program
 
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
@@ -109,16 +106,9 @@ func New(cfg Config) (*Manager, error) {
 	if err := os.MkdirAll(filepath.Join(dir, "sessions"), 0o700); err != nil {
 		return nil, fmt.Errorf("run folder: %w", err)
 	}
-	lock, err := beneath.OpenFile(dir, "lock", os.O_CREATE|os.O_RDWR, 0o600)
+	lock, err := engine.LockFolder(dir, "lock")
 	if err != nil {
-		return nil, fmt.Errorf("run folder: %w", err)
-	}
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		lock.Close()
-		if errors.Is(err, unix.EWOULDBLOCK) {
-			return nil, fmt.Errorf("%s: %w", dir, ErrLocked)
-		}
-		return nil, fmt.Errorf("lock %s: %w", dir, err)
+		return nil, err
 	}
 	m := &Manager{
 		cfg: cfg, log: cfg.Logger, lock: lock, ask: &ask.Client{Helper: cfg.Helper},
@@ -129,7 +119,10 @@ func New(cfg Config) (*Manager, error) {
 		m.cfg.Roots.Except = m.ours
 	}
 	m.ctx, m.cancel = context.WithCancel(context.Background())
-	err = m.loadOffers()
+	m.losses, err = engine.OpenLosses(dir, "lost")
+	if err == nil {
+		err = m.loadOffers()
+	}
 	if err == nil {
 		err = m.takeOver()
 	}
@@ -141,10 +134,48 @@ func New(cfg Config) (*Manager, error) {
 	return m, nil
 }
 
-// ours reports whether a process is gpuguest itself, a helper, an executor or a canary.
+// ours reports whether a process is gpuguest itself, or a helper, an executor or a canary that it
+// or an earlier gpuguest has started. The program alone does not tell: anybody may run it. Those
+// of an earlier gpuguest have become children of the first process, or of one that this gpuguest
+// descends from, too.
 func (m *Manager) ours(pid int) bool {
-	exe, err := os.Readlink(filepath.Join(m.procRoot(), fmt.Sprint(pid), "exe"))
-	return err == nil && exe != "" && strings.TrimSuffix(exe, " (deleted)") == strings.TrimSuffix(m.self, " (deleted)")
+	for range mostAncestors {
+		exe, err := os.Readlink(filepath.Join(m.procRoot(), fmt.Sprint(pid), "exe"))
+		if err != nil || strings.TrimSuffix(exe, " (deleted)") != strings.TrimSuffix(m.self, " (deleted)") {
+			return false
+		}
+		if pid == os.Getpid() {
+			return true
+		}
+		parent, err := m.cfg.Roots.Parent(pid)
+		switch {
+		case err != nil:
+			return false
+		case parent <= 1 || m.above(parent):
+			return true
+		}
+		pid = parent
+	}
+	return false
+}
+
+// mostAncestors is how far a process's ancestors are looked for.
+const mostAncestors = 64
+
+// above reports whether this gpuguest descends from a process.
+func (m *Manager) above(pid int) bool {
+	of := os.Getpid()
+	for range mostAncestors {
+		parent, err := m.cfg.Roots.Parent(of)
+		if err != nil || parent <= 1 {
+			return false
+		}
+		if parent == pid {
+			return true
+		}
+		of = parent
+	}
+	return false
 }
 
 // Close ends the manager. Sessions go on; the next one takes them over. An operation that
@@ -162,7 +193,7 @@ func (m *Manager) Close() {
 	}
 	m.mu.Unlock()
 	for _, op := range ops {
-		<-op.done
+		<-op.Done()
 	}
 	m.wg.Wait()
 	m.lock.Close()
@@ -221,12 +252,16 @@ func (m *Manager) register(s *session) error {
 		m.mu.Unlock()
 		return connect.NewError(connect.CodeResourceExhausted, fmt.Errorf("%d sessions are the most", mostSession))
 	}
+	if s.id != "" && m.sessions[s.id] != nil {
+		m.mu.Unlock()
+		return connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("session %s is here already", s.id))
+	}
 	if s.id == "" {
 		for {
 			var b [4]byte
 			_, _ = rand.Read(b[:]) // never fails
 			s.id = idPrefix + hex.EncodeToString(b[:])
-			if m.sessions[s.id] == nil {
+			if m.sessions[s.id] == nil && !m.losses.Has(s.id) {
 				break
 			}
 		}

@@ -45,14 +45,11 @@ const (
 
 // operation is a swap, suspend, resume or rehearsal in progress.
 type operation struct {
+	*engine.Life
+
 	s        *session
 	kind     string
 	steps    []engine.Step
-	ctx      context.Context
-	cancel   context.CancelCauseFunc
-	giveUp   context.CancelFunc // of the undos while it is held
-	rest     context.Context
-	done     chan struct{}
 	fault    engine.Fault
 	reporter *engine.Reporter
 	start    time.Time
@@ -66,6 +63,7 @@ type operation struct {
 	known  map[int]bool     // who had the driver's nodes at the check
 	dir    string           // of a store or a revive
 	disk   *criu.Manifest
+	bytes  uint64 // that criu reads or writes
 
 	mu       sync.Mutex
 	lost     error
@@ -76,7 +74,7 @@ type operation struct {
 // begin starts an operation on a session, if no other runs.
 func (s *session) begin(ctx context.Context, kind string, target *gpuctlv1.Target, lockMS int64, failAt string, sink func(*gpuctlv1.Progress)) (*operation, error) {
 	op := &operation{
-		s: s, kind: kind, target: target, done: make(chan struct{}), start: time.Now(),
+		s: s, kind: kind, target: target, start: time.Now(),
 		reporter: engine.NewReporter(sink), result: &gpuctlv1.SwapResult{},
 	}
 	op.caller = &caller{s: s, lock: defaultLock, pool: &pool{}, began: op.began}
@@ -112,8 +110,7 @@ func (s *session) begin(ctx context.Context, kind string, target *gpuctlv1.Targe
 	case kind != kindResume && suspended:
 		return nil, precondition("session %s is suspended; resume it first", s.id)
 	}
-	op.ctx, op.cancel = context.WithCancelCause(ctx)
-	op.rest, op.giveUp = context.WithCancel(s.m.ctx)
+	op.Life = engine.NewLife(ctx, s.m.ctx)
 	s.op = op
 	s.rec.Op = &opRecord{Kind: kind, Step: stepCheck, Home: make([][]ask.UUID, len(s.rec.Members))}
 	for i, mb := range s.rec.Members {
@@ -128,8 +125,6 @@ func (op *operation) run() *gpuctlv1.SwapResult {
 	s := op.s
 	s.m.changed(s)
 	s.log.Info("operation starts", "op", op.kind)
-	stop := context.AfterFunc(s.m.ctx, func() { op.cancel(errors.New("gpuguest is shutting down")) })
-	defer stop()
 	r := &engine.Runner{
 		Start: op.start,
 		Begin: func(i, n int, name string) error {
@@ -150,13 +145,8 @@ func (op *operation) run() *gpuctlv1.SwapResult {
 			op.note(err)
 		},
 	}
-	err := r.Run(op.ctx, op.steps)
+	err := op.Life.Run(r, op.steps)
 	op.caller.pool.end()
-	if err != nil {
-		if cause := context.Cause(op.ctx); cause != nil {
-			err = fmt.Errorf("%w (%w)", err, cause)
-		}
-	}
 	res := op.result
 	res.Steps, res.TotalNs, res.StoppedNs = r.Times, time.Since(op.start).Nanoseconds(), op.downtime().Nanoseconds()
 	var se *engine.StepError
@@ -168,7 +158,10 @@ func (op *operation) run() *gpuctlv1.SwapResult {
 		})
 		return res
 	case err == nil && op.isLost() == nil && op.unsettled():
-		op.hold(errors.New("it is done, but for processes that the driver has not unlocked yet"), func(ctx context.Context) error {
+		op.hold(errors.New("it is done, but for processes that have not ended yet, or that the driver has not unlocked yet"), func(ctx context.Context) error {
+			if op.kind == kindStore {
+				return op.endTree(ctx)
+			}
 			return op.all(ctx, goal{ask.Running, op.dest}, true)
 		})
 		return res
@@ -196,8 +189,11 @@ func (op *operation) isLost() error {
 // unsettled reports whether a member is not known to run after an operation that ends with
 // all running.
 func (op *operation) unsettled() bool {
-	if op.kind == kindSuspend || op.kind == kindStore {
+	switch op.kind {
+	case kindSuspend:
 		return false
+	case kindStore:
+		return op.s.rec.Op.Disk.left()
 	}
 	for _, mb := range op.s.members() {
 		if mb.state != ask.Running && !op.caller.gone(mb) {
@@ -244,26 +240,12 @@ func (op *operation) hold(why error, try func(context.Context) error) {
 	s.log.Error("operation is held", "op", op.kind, "err", why)
 	op.result.Held, op.result.Error = true, why.Error()
 	op.result.Session = s.snapshot()
-	go func() {
-		err := engine.Retry(op.rest, s.log, func(ctx context.Context) error {
-			if err := try(ctx); err != nil && op.isLost() == nil {
-				return err
-			}
-			return nil
-		})
-		if err != nil && s.m.ctx.Err() != nil { // the next gpuguest goes on with it
-			op.over()
-			return
+	op.Repeat(s.log, func(ctx context.Context) error {
+		if err := try(ctx); err != nil && op.isLost() == nil {
+			return err
 		}
-		op.finish(why, &gpuctlv1.SwapResult{})
-	}()
-}
-
-// over ends the operation for those who wait for it.
-func (op *operation) over() {
-	op.cancel(nil)
-	op.giveUp()
-	close(op.done)
+		return nil
+	}, func() { op.finish(why, &gpuctlv1.SwapResult{}) })
 }
 
 // finish ends the operation, and sets the state that the session has after it.
@@ -273,6 +255,9 @@ func (op *operation) finish(err error, res *gpuctlv1.SwapResult) {
 	if op.kind == kindRevive && !s.rec.Op.Committed {
 		lost = nil // the folder still has it
 	}
+	if op.kind == kindStore && s.rec.Op.Committed {
+		err, lost = nil, nil // the folder has it, whatever has become of the processes
+	}
 	if lost != nil {
 		op.settleOthers()
 	}
@@ -281,6 +266,7 @@ func (op *operation) finish(err error, res *gpuctlv1.SwapResult) {
 	case lost != nil:
 		res.Error = lost.Error()
 		s.log.Error("session is lost", "op", op.kind, "err", lost)
+		s.remember(lost)
 	case err == nil:
 		s.log.Info("operation done", "op", op.kind, "stopped", op.downtime())
 	case op.kind != kindRevive && op.allGone():
@@ -320,7 +306,7 @@ func (op *operation) finish(err error, res *gpuctlv1.SwapResult) {
 	case op.kind == kindRevive:
 		s.m.remove(s)
 	}
-	op.over()
+	op.Over()
 }
 
 // settleOthers suspends members of a lost session that are locked. One that was restored must
@@ -330,7 +316,7 @@ func (op *operation) settleOthers() {
 		if mb.state != ask.Locked {
 			continue
 		}
-		if err := op.caller.bring(op.rest, mb, ask.Checkpointed, nil); err != nil {
+		if err := op.caller.bring(op.Rest, mb, ask.Checkpointed, nil); err != nil {
 			op.s.log.Warn("suspend another process of a lost session", "pid", mb.PID, "err", err)
 		}
 	}

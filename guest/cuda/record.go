@@ -10,6 +10,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/cuda/ask"
+	"github.com/gpuctl/gpuctl/guest/cuda/criu"
 	"github.com/gpuctl/gpuctl/internal/beneath"
 )
 
@@ -94,7 +95,10 @@ type opRecord struct {
 type diskRecord struct {
 	Dir  string     `json:"dir"`
 	Tree []treeProc `json:"tree"`
-	Made bool       `json:"made,omitempty"` // the folder is this operation's
+	// Token is in the names of what is this operation's: the folder before it has its name,
+	// and the manifest of one that is being resumed.
+	Token  string  `json:"token"`
+	Folder criu.ID `json:"folder,omitzero"` // of a folder that this operation has made
 	// Since is when the processes of a folder were begun to be made again, in ticks since
 	// boot: what has a pid of the folder and is younger, criu has made.
 	Since     uint64 `json:"since,omitempty"`
@@ -104,9 +108,10 @@ type diskRecord struct {
 
 // treeProc is a process of the session's whole tree.
 type treeProc struct {
-	PID   int    `json:"pid"`
-	Start uint64 `json:"start"`
-	Name  string `json:"name"`
+	PID    int    `json:"pid"`
+	Start  uint64 `json:"start"`
+	Name   string `json:"name"`
+	Layout string `json:"layout,omitempty"` // of one that criu makes again
 }
 
 func marshal(m proto.Message) json.RawMessage {
@@ -131,6 +136,9 @@ func (r *record) write(dir string) error {
 	b, err := json.MarshalIndent(r, "", "\t")
 	if err != nil {
 		return fmt.Errorf("encode session %s: %w", r.ID, err)
+	}
+	if len(b) > mostRecord { // nobody could read it
+		return fmt.Errorf("session %s: its record would take %d bytes, and %d are the most", r.ID, len(b), mostRecord)
 	}
 	return beneath.Replace(dir, recordName(r.ID), b, 0o600)
 }
@@ -158,6 +166,8 @@ func parseRecord(b []byte) (*record, error) {
 	switch {
 	case r.Version != recordVersion:
 		return nil, fmt.Errorf("version %d is not %d", r.Version, recordVersion)
+	case r.PID <= 1:
+		return nil, fmt.Errorf("its first process is %d", r.PID)
 	case len(r.Members) == 0 || len(r.Members) > mostMembers:
 		return nil, fmt.Errorf("%d members", len(r.Members))
 	case r.Op != nil && (len(r.Op.Home) != len(r.Members) || len(r.Op.Dest) > 0 && len(r.Op.Dest) != len(r.Members)):

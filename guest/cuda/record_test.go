@@ -2,10 +2,12 @@ package cuda
 
 import (
 	"encoding/json"
+	"path/filepath"
 	"slices"
 	"testing"
 
 	"github.com/gpuctl/gpuctl/guest/cuda/ask"
+	"github.com/gpuctl/gpuctl/guest/cuda/criu"
 )
 
 // pair is what a restore is told.
@@ -41,7 +43,7 @@ func TestPairs(t *testing.T) {
 
 func FuzzParseRecord(f *testing.F) {
 	good, err := json.Marshal(record{
-		Version: recordVersion, ID: "d-1", GPUs: []gpu{{UUID: uuidOf(1)}},
+		Version: recordVersion, ID: "d-1", PID: 7, GPUs: []gpu{{UUID: uuidOf(1)}},
 		Members: []*member{{PID: 7, Start: 9, Uses: []ask.UUID{uuidOf(1)}, Used: []uint64{1}, Slots: []int{0}}},
 		Op:      &opRecord{Kind: kindSwap, Home: [][]ask.UUID{{uuidOf(1)}}},
 	})
@@ -52,8 +54,8 @@ func FuzzParseRecord(f *testing.F) {
 		f.Fatal(err)
 	}
 	f.Add(good)
-	f.Add([]byte(`{"version":1,"members":[null]}`))
-	f.Add([]byte(`{"version":1,"members":[{"pid":7,"start":1,"uses":["x"],"used":[1],"slots":[-1]}]}`))
+	f.Add([]byte(`{"version":1,"pid":7,"members":[null]}`))
+	f.Add([]byte(`{"version":1,"pid":7,"members":[{"pid":7,"start":1,"uses":["x"],"used":[1],"slots":[-1]}]}`))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		r, err := parseRecord(b)
 		if err != nil {
@@ -66,6 +68,59 @@ func FuzzParseRecord(f *testing.F) {
 			for _, slot := range m.Slots {
 				_ = r.GPUs[slot]
 			}
+		}
+	})
+}
+
+// manifestOf makes a folder's manifest as a suspend does.
+func manifestOf(t testing.TB, change func(*criu.Manifest, *record)) *criu.Manifest {
+	t.Helper()
+	m := &criu.Manifest{Session: "d-0123abcd", Root: 6, Processes: []criu.Process{{PID: 6}, {PID: 7}}}
+	r := &record{
+		Version: recordVersion, ID: "d-0123abcd", PID: 6, GPUs: []gpu{{UUID: uuidOf(1)}},
+		Members: []*member{{PID: 7, Start: 9, Uses: []ask.UUID{uuidOf(1)}, Used: []uint64{1}, Slots: []int{0}}},
+	}
+	if change != nil {
+		change(m, r)
+	}
+	var err error
+	if m.State, err = json.Marshal(r); err != nil {
+		t.Fatal(err)
+	}
+	return m
+}
+
+func TestSessionOfAFolderIsNotBelieved(t *testing.T) {
+	if _, err := recordOf(manifestOf(t, nil)); err != nil {
+		t.Fatal(err)
+	}
+	for name, change := range map[string]func(*criu.Manifest, *record){
+		"a path for an id":       func(m *criu.Manifest, r *record) { r.ID = "d-../../a"; m.Session = r.ID },
+		"an id of others":        func(_ *criu.Manifest, r *record) { r.ID = "d-0123abce" },
+		"an operation":           func(_ *criu.Manifest, r *record) { r.Op = &opRecord{Home: [][]ask.UUID{nil}} },
+		"suspended already":      func(_ *criu.Manifest, r *record) { r.SuspendedTo = toMemory },
+		"another root":           func(_ *criu.Manifest, r *record) { r.PID = 7 },
+		"a process of this host": func(_ *criu.Manifest, r *record) { r.Members[0].PID = 1234 },
+		"a slot too many":        func(_ *criu.Manifest, r *record) { r.Members[0].Slots[0] = 1 },
+		"init":                   func(m *criu.Manifest, r *record) { r.PID, m.Root = 1, 1 },
+	} {
+		if r, err := recordOf(manifestOf(t, change)); err == nil {
+			t.Errorf("%s: %+v", name, r)
+		}
+	}
+}
+
+func FuzzRecordOf(f *testing.F) {
+	f.Add("d-0123abcd", 6, []byte(manifestOf(f, nil).State))
+	f.Add("d-/../etc/", 6, []byte(`{"version":1,"id":"d-/../etc/","pid":6,"members":[{"pid":7,"start":1}]}`))
+	f.Fuzz(func(t *testing.T, session string, root int, state []byte) {
+		m := &criu.Manifest{Session: session, Root: root, Processes: []criu.Process{{PID: root}, {PID: 7}}, State: state}
+		r, err := recordOf(m)
+		if err != nil {
+			return
+		}
+		if filepath.Base(recordName(r.ID)) != r.ID+".json" || r.PID <= 1 {
+			t.Errorf("%+v", r)
 		}
 	})
 }

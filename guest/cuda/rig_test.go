@@ -331,15 +331,29 @@ func (r *rig) settled(id string) *gpuctlv1.Session {
 }
 
 // dyingGuest runs one operation and dies at a call of the driver: DIR KIND TO WHEN OP N.
-// With the kind store it is criu that kills it.
+// With the kinds store and revive: DIR KIND POINT CRIU.
 func dyingGuest(args []string) error {
 	cfg := configOf(args[0])
-	if args[1] == kindStore {
+	if args[1] == kindStore || args[1] == kindRevive {
+		die := func(point string) {
+			if point == args[2] {
+				_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
+				select {}
+			}
+		}
+		cfg.at, cfg.crash = die, func(when string, o ask.Op) { die(when + " " + string(o)) }
+		cfg.CRIU.Path = args[3]
 		m, err := New(cfg)
 		if err != nil {
 			return err
 		}
-		res, err := m.Store(context.Background(), m.list()[0].id, filepath.Join(args[0], "disk"), 2000, "", nil)
+		dir := filepath.Join(args[0], "disk")
+		var res *gpuctlv1.SwapResult
+		if args[1] == kindStore {
+			res, err = m.Store(context.Background(), m.list()[0].id, dir, 2000, "", nil)
+		} else {
+			res, err = m.Revive(context.Background(), dir, nil, "", nil)
+		}
 		return fmt.Errorf("did not die: %v, %w", res, err)
 	}
 	n, err := strconv.Atoi(args[5])

@@ -14,11 +14,13 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/cuda/ask"
+	"github.com/gpuctl/gpuctl/guest/engine"
 	"github.com/gpuctl/gpuctl/guest/service"
 	"github.com/gpuctl/gpuctl/internal/beneath"
+	"github.com/gpuctl/gpuctl/internal/wait"
 )
 
-var _ service.Engine = (*Manager)(nil)
+var _ service.Folders = (*Manager)(nil)
 
 const (
 	offersName = "offers.json"
@@ -26,6 +28,9 @@ const (
 	tokenName  = "GPUCTL_TOKEN" //nolint:gosec // a name in the environment of processes that gpuctl run starts
 	// lookEvery is how often offered processes are looked for, and usage is read at most.
 	lookEvery = time.Second
+	// lookRest is how many times as long as a look at all processes the pause after it is at least:
+	// with thousands of processes, or on a slow machine, it must not take a processor.
+	lookRest = 10
 )
 
 // Has reports whether the session is this engine's.
@@ -75,28 +80,12 @@ func (m *Manager) usage(ctx context.Context) {
 
 // Watch implements service.Engine.
 func (m *Manager) Watch(ctx context.Context, send func(*gpuctlv1.Session) error) error {
-	changed := m.changes.Read()
-	defer changed.Close()
-	for _, s := range m.list() {
-		if err := send(s.snapshot()); err != nil {
-			return err
-		}
-	}
-	for {
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-m.ctx.Done():
-			return nil
-		case <-changed.Bell():
-		}
-		for _, s := range changed.Take() {
-			if err := send(s.snapshot()); err != nil {
-				return err
-			}
-		}
-	}
+	list := func(context.Context) []*session { return m.list() }
+	return engine.Watched[*session]{Changes: &m.changes, List: list, Snapshot: (*session).snapshot, Ended: m.ctx.Done()}.Watch(ctx, send)
 }
+
+// Lost returns the sessions that were lost, also those whose processes have ended since.
+func (m *Manager) Lost() []*gpuctlv1.LostSession { return m.losses.All() }
 
 // Serves reports whether a target has GPUs of NVIDIA's driver.
 func (m *Manager) Serves(target *gpuctlv1.Target) bool {
@@ -190,21 +179,18 @@ func (m *Manager) loadOffers() error {
 
 // adoptOffered looks for processes with an offer's token, as long as there are offers.
 func (m *Manager) adoptOffered() {
-	tick := time.NewTicker(lookEvery)
-	defer tick.Stop()
-	for {
-		select {
-		case <-m.ctx.Done():
-			return
-		case <-tick.C:
-		}
+	for pause := lookEvery; wait.For(m.ctx, pause) == nil; {
 		m.mu.Lock()
 		n := len(m.offers)
 		m.mu.Unlock()
 		if n == 0 {
+			pause = lookEvery
 			continue
 		}
-		if err := m.findOffered(m.ctx); err != nil {
+		began := time.Now()
+		err := m.findOffered(m.ctx)
+		pause = max(lookEvery, lookRest*time.Since(began))
+		if err != nil {
 			m.log.Debug("look for offered processes", "err", err)
 		}
 	}
@@ -246,8 +232,14 @@ func (m *Manager) findOffered(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
+// Folders implements service.Folders.
+func (m *Manager) Folders() {}
+
 // Plan checks, and touches nothing.
 func (m *Manager) Plan(ctx context.Context, req *gpuctlv1.PlanRequest) (*gpuctlv1.PlanResponse, error) {
+	if req.GetFolder() != "" {
+		return m.planFolder(ctx, req)
+	}
 	s, err := m.lookup(req.GetSession())
 	if err != nil {
 		return nil, err
@@ -267,19 +259,31 @@ func (m *Manager) Plan(ctx context.Context, req *gpuctlv1.PlanRequest) (*gpuctlv
 	if err != nil {
 		return nil, noDriver(err)
 	}
-	resp := &gpuctlv1.PlanResponse{}
 	_, rs := s.assess(c, kind, req.GetTarget())
 	if kind != kindResume {
-		if job := c.look.JobOf(s.members()[0].PID); job != nil {
-			_, more, err := m.members(ctx, c, job)
-			if err != nil {
-				return nil, err
-			}
-			rs = append(rs, more...)
-		} else {
-			rs.add(ReasonGone, "the session's processes use no GPU any more")
+		more, err := m.planMembers(ctx, c, s)
+		if err != nil {
+			return nil, err
 		}
+		rs = append(rs, more...)
 	}
+	return s.planned(kind, rs), nil
+}
+
+// planMembers asks the driver for the state of each process of the session's job.
+func (m *Manager) planMembers(ctx context.Context, c *machine, s *session) (rs reasons, err error) {
+	job := c.look.JobOf(s.members()[0].PID)
+	if job == nil {
+		rs.add(ReasonGone, "the session's processes use no GPU any more")
+		return rs, nil
+	}
+	_, rs, err = m.members(ctx, c, job)
+	return rs, err
+}
+
+// planned is the answer to a plan.
+func (s *session) planned(kind string, rs reasons) *gpuctlv1.PlanResponse {
+	resp := &gpuctlv1.PlanResponse{}
 	resp.Reasons = rs
 	for _, st := range (&operation{s: s}).stepsOf(kind) {
 		resp.Steps = append(resp.Steps, st.Name)
@@ -291,7 +295,7 @@ func (m *Manager) Plan(ctx context.Context, req *gpuctlv1.PlanRequest) (*gpuctlv
 	resp.PredictedStopNs = (resp.Stop.LowNs + resp.Stop.HighNs) / 2
 	resp.Total = &gpuctlv1.Prediction{LowNs: resp.Stop.LowNs + time.Second.Nanoseconds(), HighNs: resp.Stop.HighNs + 4*time.Second.Nanoseconds()}
 	resp.PredictedNs = (resp.Total.LowNs + resp.Total.HighNs) / 2
-	return resp, nil
+	return resp
 }
 
 // predict estimates how long the processes stop, from what was measured on H100 and H200
@@ -302,10 +306,10 @@ func predict(kind string, bytes uint64) *gpuctlv1.Prediction {
 		p.LowNs += int64(0.1e9 + float64(bytes)/high)
 		p.HighNs += int64(0.5e9 + float64(bytes)/low)
 	}
-	if kind != kindResume {
+	if kind != kindResume && kind != kindRevive {
 		add(1.5, 2.5)
 	}
-	if kind != kindSuspend {
+	if kind != kindSuspend && kind != kindStore {
 		add(5, 8)
 	}
 	return p
@@ -335,6 +339,9 @@ func (m *Manager) Suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sin
 
 // Resume gives a session GPUs again: the target's, or those that it had.
 func (m *Manager) Resume(ctx context.Context, req *gpuctlv1.ResumeRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
+	if req.GetFolder() != "" {
+		return m.revive(ctx, req.GetFolder(), req.GetClaim(), req.GetTarget(), req.GetFailAt(), sink)
+	}
 	return m.operate(ctx, req.GetSession(), kindResume, req.GetTarget(), 0, req.GetFailAt(), sink)
 }
 

@@ -39,11 +39,40 @@ func (s *session) update(change func(*record)) error {
 	return s.rec.write(s.m.cfg.Dir)
 }
 
+// commit commits the session's operation. If that can't be journalled, the record is as before,
+// and what takes the operation back writes it before it does anything.
+func (s *session) commit() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	before, op := s.rec, *s.rec.Op
+	s.rec.Op.Committed = true
+	s.rec.settle()
+	if s.silent {
+		return nil
+	}
+	err := s.rec.write(s.m.cfg.Dir)
+	if err != nil {
+		s.rec = before
+		*s.rec.Op = op
+	}
+	return err
+}
+
 func (s *session) set(state gpuctlv1.SessionState, message string) {
 	s.mu.Lock()
 	s.state, s.message = state, message
 	s.mu.Unlock()
 	s.m.changed(s)
+}
+
+// remember keeps that the session is lost, also for the time after the end of its processes.
+func (s *session) remember(lost error) {
+	if s.silent {
+		return
+	}
+	if err := s.m.losses.Add(s.snapshot(), lost.Error()); err != nil {
+		s.log.Warn("the next gpuguest will not know that this session was lost", "err", err)
+	}
 }
 
 // members returns them. They change only while an operation is prepared.
@@ -175,8 +204,8 @@ func (s *session) watch() {
 	op := s.op
 	s.mu.Unlock()
 	if op != nil {
-		op.giveUp()
-		<-op.done
+		op.GiveUp()
+		<-op.Done()
 	}
 	s.m.remove(s)
 }

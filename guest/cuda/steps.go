@@ -278,10 +278,7 @@ func (op *operation) restoreAll(ctx context.Context) error {
 	if err := op.fault.Fail(stepRestore); err != nil {
 		return err
 	}
-	return op.s.update(func(r *record) {
-		r.Op.Committed = true
-		r.settle()
-	})
+	return op.s.commit()
 }
 
 // settle gives a session what it has after its operation has been committed.
@@ -336,10 +333,7 @@ func (op *operation) mark(context.Context) error {
 	if err := errors.Join(errs...); err != nil {
 		return err
 	}
-	err = s.update(func(r *record) {
-		r.Op.Committed = true
-		r.settle()
-	})
+	err = s.commit()
 	if err == nil {
 		op.goesOn() // the time from here on is not this operation's
 	}

@@ -48,7 +48,7 @@ func (m *Manager) takeOver() error {
 			s.repair()
 		}
 		add := m.add
-		if rec.Op != nil && rec.Op.Kind == kindRevive {
+		if rec.Op != nil && rec.Op.Kind == kindRevive && rec.Lost == "" {
 			add = m.register // its processes may not be there; the end of the operation watches them
 		}
 		if err := add(s); err != nil {
@@ -63,11 +63,9 @@ func (m *Manager) takeOver() error {
 func (s *session) repair() {
 	m := s.m
 	op := &operation{
-		s: s, kind: s.rec.Op.Kind, done: make(chan struct{}), start: time.Now(), home: s.rec.Op.Home,
+		s: s, kind: s.rec.Op.Kind, Life: engine.NewLife(m.ctx, m.ctx), start: time.Now(), home: s.rec.Op.Home,
 		reporter: engine.NewReporter(func(*gpuctlv1.Progress) {}), result: &gpuctlv1.SwapResult{},
 	}
-	op.ctx, op.cancel = context.WithCancelCause(m.ctx)
-	op.rest, op.giveUp = context.WithCancel(m.ctx)
 	op.caller = &caller{s: s, lock: defaultLock, pool: &pool{}, began: op.began}
 	s.op = op
 	s.state = gpuctlv1.SessionState_SESSION_STATE_HELD
@@ -78,6 +76,9 @@ func (s *session) repair() {
 		why = nil
 	}
 	try := func(ctx context.Context) error {
+		if s.rec.Op.Kind == kindStore && s.rec.Op.Committed { // nothing is to be asked of the driver
+			return op.endTree(ctx)
+		}
 		a, err := m.ask.Call(ctx, ask.Request{Op: ask.Devices}, m.cfg.Deadlines.Look)
 		if err != nil {
 			return err
@@ -86,10 +87,10 @@ func (s *session) repair() {
 		return op.again(ctx, func(ctx context.Context) error { return op.all(ctx, s.rec.aim(), true) })
 	}
 	m.wg.Go(func() {
-		err := try(op.rest)
+		err := try(op.Rest)
 		if err != nil && op.isLost() == nil {
 			s.set(gpuctlv1.SessionState_SESSION_STATE_HELD, engine.HeldText(op.kind, err))
-			err = engine.Retry(op.rest, s.log, func(ctx context.Context) error {
+			err = engine.Retry(op.Rest, s.log, func(ctx context.Context) error {
 				if err := try(ctx); err != nil && op.isLost() == nil {
 					return err
 				}
@@ -97,7 +98,7 @@ func (s *session) repair() {
 			})
 		}
 		if err != nil && op.isLost() == nil {
-			op.over() // the next gpuguest goes on
+			op.Over() // the next gpuguest goes on
 			return
 		}
 		op.finish(why, op.result)

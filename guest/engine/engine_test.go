@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -11,6 +13,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/engine"
+	"github.com/gpuctl/gpuctl/internal/news"
 )
 
 var errBroken = errors.New("broken")
@@ -151,5 +154,85 @@ func TestRefusalHasEveryReason(t *testing.T) {
 	err := engine.Refuse([]*gpuctlv1.Reason{{Message: "too small"}, {Message: "too old"}})
 	if err.Error() != "too small; too old" {
 		t.Error(err)
+	}
+}
+
+func TestRunFolderHasOneUser(t *testing.T) {
+	dir := t.TempDir()
+	lock, err := engine.LockFolder(dir, "lock")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := engine.LockFolder(dir, "lock"); !errors.Is(err, engine.ErrLocked) {
+		t.Errorf("%v", err)
+	}
+	lock.Close()
+	if lock, err = engine.LockFolder(dir, "lock"); err != nil {
+		t.Fatal(err)
+	}
+	lock.Close()
+	if err := os.Symlink("/etc/passwd", filepath.Join(dir, "link")); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := engine.LockFolder(dir, "link"); err == nil || errors.Is(err, engine.ErrLocked) {
+		t.Errorf("%v", err)
+	}
+}
+
+func TestOperationThatIsTriedAgainEndsOnce(t *testing.T) {
+	log := slog.New(slog.DiscardHandler)
+	broken := func(context.Context) error { return errBroken }
+
+	owner, end := context.WithCancel(t.Context())
+	l := engine.NewLife(t.Context(), owner)
+	tries, finished := 0, make(chan struct{})
+	l.Repeat(log, func(context.Context) error {
+		if tries++; tries < 2 {
+			return errBroken
+		}
+		return nil
+	}, func() { l.Over(); close(finished) })
+	<-finished
+	<-l.Done()
+
+	given := engine.NewLife(t.Context(), owner)
+	finished = make(chan struct{})
+	given.Repeat(log, broken, func() { given.Over(); close(finished) })
+	given.GiveUp()
+	<-finished
+
+	left := engine.NewLife(t.Context(), owner)
+	left.Repeat(log, broken, func() { t.Error("it is finished, and the next gpuguest goes on with it") })
+	end()
+	<-left.Done()
+	err := left.Run(&engine.Runner{Start: time.Now()}, []engine.Step{{Name: "a"}})
+	if err == nil {
+		t.Error("steps run after the end")
+	}
+}
+
+func TestWatchBeginsWithAllAndEndsWithItsEngine(t *testing.T) {
+	var changes news.Changes[string, string]
+	ended := make(chan struct{})
+	w := engine.Watched[string]{
+		Changes: &changes, List: func(context.Context) []string { return []string{"a", "b"} },
+		Snapshot: func(id string) *gpuctlv1.Session { return &gpuctlv1.Session{Id: id} }, Ended: ended,
+	}
+	var got []string
+	err := w.Watch(t.Context(), func(s *gpuctlv1.Session) error {
+		got = append(got, s.GetId())
+		switch len(got) {
+		case 2:
+			changes.Put("c", "c")
+		case 3:
+			close(ended)
+		}
+		return nil
+	})
+	if err != nil || !slices.Equal(got, []string{"a", "b", "c"}) {
+		t.Errorf("%v, %v", got, err)
+	}
+	if err := w.Watch(t.Context(), func(*gpuctlv1.Session) error { return errBroken }); !errors.Is(err, errBroken) {
+		t.Errorf("%v", err)
 	}
 }

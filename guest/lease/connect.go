@@ -104,28 +104,41 @@ func (m *Manager) handed(name string, f *os.File) {
 	})
 }
 
-// find returns the lease with a token. It takes as long for any token.
-func (m *Manager) find(t remote.Token) *lease {
+// find returns the lease with a token, and the name by which the connection is handed over. A
+// token is good for its own role only, and that of a fetch is good once. It takes as long for
+// any token.
+func (m *Manager) find(p remote.Preamble) (found *lease, name string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	var found *lease
+	name = remote.HandedPrefix + p.Role.String()
 	for _, l := range m.leases {
 		select {
 		case <-l.made:
 		default:
 			continue
 		}
-		if subtle.ConstantTimeCompare(l.rec.Token, t[:]) == 1 {
+		token := l.rec.Token
+		if p.Role == remote.Fetch {
+			if l.fetch == nil || time.Now().After(l.fetch.until) {
+				continue
+			}
+			token = l.fetch.token[:]
+		}
+		if subtle.ConstantTimeCompare(token, p.Token[:]) == 1 {
 			found = l
 		}
 	}
-	return found
+	if found != nil && p.Role == remote.Fetch {
+		name = remote.HandFetched(found.fetch.peer, remote.FetchName(p.Token))
+		found.fetch = nil
+	}
+	return found, name
 }
 
 // Take passes a connection to the far executor of the lease that the preamble names. The
 // caller closes its own descriptor.
 func (m *Manager) Take(conn net.Conn, p remote.Preamble) error {
-	l := m.find(p.Token)
+	l, name := m.find(p)
 	if l == nil {
 		return errUnknown
 	}
@@ -137,30 +150,42 @@ func (m *Manager) Take(conn net.Conn, p remote.Preamble) error {
 	switch {
 	case p.Plain != l.req.Plain:
 		return fmt.Errorf("lease %s: with TLS, or without it, against what was agreed on", l.req.Lease)
+	case l.ended() && p.Role == remote.Fetch:
+		return fmt.Errorf("lease %s: %s", l.req.Lease, l.why())
 	case l.ended():
 		return m.refuse(conn, l)
 	}
-	tcp, ok := conn.(*net.TCPConn)
-	if !ok {
-		return fmt.Errorf("lease %s: the connection is a %T", l.req.Lease, conn)
-	}
-	f, err := tcp.File()
-	if err != nil {
-		return fmt.Errorf("lease %s: %w", l.req.Lease, err)
-	}
-	defer f.Close()
 	ctx, cancel := context.WithTimeout(m.ctx, handTimeout)
 	defer cancel()
 	c, err := m.reach(ctx, l)
 	if err != nil {
 		return fmt.Errorf("lease %s: %w", l.req.Lease, err)
 	}
-	if err := handover.Give(ctx, c, remote.HandedPrefix+p.Role.String(), f); err != nil {
-		return fmt.Errorf("lease %s: %w", l.req.Lease, err)
+	if err := m.give(ctx, l, c, conn, name); err != nil || p.Role == remote.Fetch {
+		return err
 	}
 	m.mu.Lock()
 	l.used = true
 	m.mu.Unlock()
+	return nil
+}
+
+// give hands a connection over to the far executor, which is at the other end of to.
+func (m *Manager) give(ctx context.Context, l *lease, to *net.UnixConn, conn net.Conn, name string) error {
+	tcp, ok := conn.(*net.TCPConn)
+	if !ok {
+		to.Close()
+		return fmt.Errorf("lease %s: the connection is a %T", l.req.Lease, conn)
+	}
+	f, err := tcp.File()
+	if err != nil {
+		to.Close()
+		return fmt.Errorf("lease %s: %w", l.req.Lease, err)
+	}
+	defer f.Close()
+	if err := handover.Give(ctx, to, name, f); err != nil {
+		return fmt.Errorf("lease %s: %w", l.req.Lease, err)
+	}
 	return nil
 }
 

@@ -20,11 +20,12 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
-	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/budget"
+	"github.com/gpuctl/gpuctl/guest/engine"
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/guest/session"
 	"github.com/gpuctl/gpuctl/internal/beneath"
@@ -43,6 +44,7 @@ type Config struct {
 const (
 	defaultMost = 256
 	leasesName  = "leases"
+	budgetsName = "leases-budgets"
 	recordName  = "lease.json"
 	runName     = "x" // the folder of a lease's executor, in that of the lease
 	mostRecord  = 1 << 20
@@ -63,6 +65,7 @@ type Manager struct {
 	listeners []net.Listener
 	hand      *net.UnixListener
 	lock      *os.File
+	budgets   *budget.Table
 	greeting  chan struct{} // taken by connections that have not said who they are
 
 	mu     sync.Mutex
@@ -71,12 +74,13 @@ type Manager struct {
 
 // lease is one GPU that is lent.
 type lease struct {
-	dir  string
-	rec  record
-	req  *gpuctlv1.LendRequest
-	proc session.Process
-	used bool
-	drop sync.Once // removes its folder
+	dir   string
+	rec   record
+	req   *gpuctlv1.LendRequest
+	proc  session.Process
+	used  bool
+	fetch *allowed  // a far executor of another host that may connect; protected by Manager.mu
+	drop  sync.Once // removes its folder
 
 	handing atomic.Int32  // connections on their way to the far executor
 	made    chan struct{} // closed when it was made, or has failed
@@ -115,14 +119,16 @@ func New(cfg Config) (*Manager, error) {
 	if err := os.MkdirAll(m.folder(), 0o711); err != nil {
 		return nil, fmt.Errorf("leases: %w", err)
 	}
-	if m.lock, err = beneath.OpenFile(dir, leasesName+".lock", os.O_CREATE|os.O_RDWR, 0o600); err != nil {
+	if m.lock, err = engine.LockFolder(dir, leasesName+".lock"); err != nil {
 		return nil, fmt.Errorf("leases: %w", err)
 	}
-	if err := unix.Flock(int(m.lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		m.lock.Close()
-		return nil, fmt.Errorf("leases of %s: %w: %w", dir, session.ErrLocked, err)
+	if m.budgets, err = budget.Open(filepath.Join(dir, budgetsName)); err == nil {
+		err = m.adopt()
 	}
-	if err := m.adopt(); err != nil {
+	if err == nil {
+		err = m.budgets.Retain(func(lease string) bool { return m.leases[lease] != nil })
+	}
+	if err != nil {
 		m.lock.Close()
 		return nil, err
 	}
@@ -131,6 +137,25 @@ func New(cfg Config) (*Manager, error) {
 		return nil, err
 	}
 	return m, nil
+}
+
+// Sharers implements session.Lender.
+func (m *Manager) Sharers() (out []session.Sharer) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for id, l := range m.leases {
+		select {
+		case <-l.made:
+		default:
+			continue
+		}
+		if l.err == nil && l.used && !l.ended() {
+			out = append(out, session.Sharer{
+				ID: id, Owner: cmp.Or(l.req.Owner, "lease:"+id), GPUs: l.req.Gpus, Process: l.proc, Socket: l.control(), Log: m.log.With("lease", id),
+			})
+		}
+	}
+	return out
 }
 
 func (m *Manager) folder() string { return filepath.Join(m.cfg.Dir, leasesName) }
@@ -187,9 +212,10 @@ func (m *Manager) adopt() error {
 
 func folderOf(id string) string { return "l-" + id }
 
-func (l *lease) log() string    { return filepath.Join(l.dir, "executor-1.log") }
-func (l *lease) run() string    { return filepath.Join(l.dir, runName) }
-func (l *lease) socket() string { return filepath.Join(l.run(), "f1") }
+func (l *lease) log() string     { return filepath.Join(l.dir, "executor-1.log") }
+func (l *lease) control() string { return filepath.Join(l.run(), "c1") }
+func (l *lease) run() string     { return filepath.Join(l.dir, runName) }
+func (l *lease) socket() string  { return filepath.Join(l.run(), "f1") }
 
 func (l *lease) ended() bool {
 	if l.proc == nil {
@@ -264,9 +290,7 @@ func (m *Manager) Lend(ctx context.Context, req *gpuctlv1.LendRequest) (*gpuctlv
 	if !req.Plain {
 		resp.CertSha256 = l.rec.Identity.Hash()
 	}
-	for _, ln := range m.listeners {
-		resp.Addresses = append(resp.Addresses, ln.Addr().String())
-	}
+	resp.Addresses = m.Addresses()
 	return resp, nil
 }
 
@@ -284,7 +308,7 @@ func (m *Manager) make(ctx context.Context, l *lease) error {
 	l.rec.Token = make([]byte, remote.TokenSize)
 	_, _ = rand.Read(l.rec.Token) // never fails
 	l.rec.StartedMS = time.Now().UnixMilli()
-	far := &session.FarConfig{Plain: l.req.Plain, Peer: l.req.PeerCertSha256, Outage: time.Duration(l.req.OutageMs) * time.Millisecond}
+	far := &session.FarConfig{Plain: l.req.Plain, Peer: l.req.PeerCertSha256, Outage: time.Duration(l.req.OutageMs) * time.Millisecond, CompressAlways: l.req.CompressAlways}
 	if !l.req.Plain {
 		id, err := remote.NewIdentity("gpuctl far executor")
 		if err != nil {
@@ -305,10 +329,21 @@ func (m *Manager) make(ctx context.Context, l *lease) error {
 	if most := l.req.Memory; most > 0 && (device.GlobalMemory == 0 || device.GlobalMemory > most) {
 		device.GlobalMemory = most
 	}
-	l.proc, err = m.cfg.Launcher.Launch(ctx, session.Spec{
-		Dir: l.run(), Log: l.log(), Generation: 1, Socket: filepath.Join(l.run(), "c1"), ImportSocket: filepath.Join(l.run(), "i1"),
+	spec := session.Spec{
+		Dir: l.run(), Log: l.log(), Generation: 1, Socket: l.control(), ImportSocket: filepath.Join(l.run(), "i1"),
 		Runtime: l.req.Runtime, Device: device, Far: far,
-	}, func(p session.Process) error {
+	}
+	if l.req.Claim != "" && l.req.Memory > 0 {
+		key, err := session.BudgetKey(l.req.Claim, l.req.Runtime)
+		if err != nil {
+			return err
+		}
+		if spec.Budget, spec.BudgetLine, err = m.budgets.Line(key, l.req.Lease); err != nil {
+			return err
+		}
+		defer spec.Budget.Close()
+	}
+	l.proc, err = m.cfg.Launcher.Launch(ctx, spec, func(p session.Process) error {
 		l.rec.PID, l.rec.Start = p.PID(), p.Start()
 		b, err := json.Marshal(&l.rec)
 		if err != nil {
@@ -339,7 +374,7 @@ func (l *lease) end(ctx context.Context) error {
 
 // forget removes the folder of a lease of which nothing runs.
 func (m *Manager) forget(l *lease) {
-	if err := errors.Join(m.cfg.Launcher.Forget(l.run()), os.RemoveAll(l.dir)); err != nil {
+	if err := errors.Join(m.cfg.Launcher.Forget(l.run()), m.budgets.Leave(l.req.GetLease(), ""), os.RemoveAll(l.dir)); err != nil {
 		m.cfg.Logger.Warn("remove lease", "folder", l.dir, "err", err)
 	}
 }

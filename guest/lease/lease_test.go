@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/engine"
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/guest/session"
 	"github.com/gpuctl/gpuctl/internal/testkit"
@@ -95,7 +96,7 @@ func TestLeasesSurviveGpuguest(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := New(Config{Dir: dir, Launcher: l, Logger: slog.New(slog.DiscardHandler)}); !errors.Is(err, session.ErrLocked) {
+	if _, err := New(Config{Dir: dir, Launcher: l, Logger: slog.New(slog.DiscardHandler)}); !errors.Is(err, engine.ErrLocked) {
 		t.Errorf("a second one: %v", err)
 	}
 	// One that was being made when gpuguest ended.

@@ -21,6 +21,9 @@ type Engine interface {
 	Has(session string) bool
 	// List returns the sessions, oldest first, with what they use now.
 	List(ctx context.Context) []*gpuctlv1.Session
+	// Lost returns the sessions that were lost, also those whose applications have ended
+	// since. The oldest may be forgotten.
+	Lost() []*gpuctlv1.LostSession
 	// Watch calls send with each session, and then with each that changes, until ctx or
 	// the engine ends or send fails. A session that has ended is sent once more.
 	Watch(ctx context.Context, send func(*gpuctlv1.Session) error) error
@@ -46,6 +49,13 @@ type Adopter interface {
 	Adopt(ctx context.Context, req *gpuctlv1.AdoptRequest) (*gpuctlv1.AdoptResponse, error)
 }
 
+// Folders is an engine that suspends sessions to folders, with their processes, and resumes
+// them from there: a Suspend with the process, a Resume and a Plan with a folder.
+type Folders interface {
+	Engine
+	Folders()
+}
+
 // Sender is an engine whose states can leave the VM and come back.
 type Sender interface {
 	TakeState(context.Context, *connect.Request[gpuctlv1.TakeStateRequest], *connect.ServerStream[gpuctlv1.StateChunk]) error
@@ -63,5 +73,8 @@ type Loader interface {
 type Lender interface {
 	Lend(ctx context.Context, req *gpuctlv1.LendRequest) (*gpuctlv1.LendResponse, error)
 	EndLease(ctx context.Context, id string) error
+	AllowFetch(ctx context.Context, req *gpuctlv1.AllowFetchRequest) (*gpuctlv1.AllowFetchResponse, error)
+	EndFetch(id string) error
+	Fetch(ctx context.Context, req *gpuctlv1.FetchRequest) error
 	Leases() ([]*gpuctlv1.Lease, error)
 }

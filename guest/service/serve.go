@@ -9,6 +9,8 @@ import (
 	"net/http"
 	"os"
 	"time"
+
+	"github.com/gpuctl/gpuctl/internal/rundir"
 )
 
 // Time limits of the server.
@@ -32,12 +34,12 @@ func Serve(ctx context.Context, log *slog.Logger, api, apps string, to Apps, eng
 	if os.Getuid() == 0 {
 		appMode = 0o666 // applications of any user; their tokens identify them
 	}
-	apiListener, err := listen(api, apiMode)
+	apiListener, err := rundir.ListenMode(api, apiMode)
 	if err != nil {
 		return err
 	}
 	defer apiListener.Close()
-	appListener, err := listen(apps, appMode)
+	appListener, err := rundir.ListenMode(apps, appMode)
 	if err != nil {
 		return err
 	}
@@ -64,29 +66,4 @@ func Serve(ctx context.Context, log *slog.Logger, api, apps string, to Apps, eng
 		err = errors.Join(err, serr)
 	}
 	return err
-}
-
-// listen listens on a unix socket. It replaces a socket that a dead process left.
-func listen(path string, mode os.FileMode) (*net.UnixListener, error) {
-	if conn, err := net.DialTimeout("unix", path, time.Second); err == nil {
-		conn.Close()
-		return nil, fmt.Errorf("socket %s is in use", path)
-	}
-	if fi, err := os.Lstat(path); err == nil {
-		if fi.Mode()&os.ModeSocket == 0 {
-			return nil, fmt.Errorf("%s is not a socket", path)
-		}
-		if err := os.Remove(path); err != nil {
-			return nil, fmt.Errorf("stale socket: %w", err)
-		}
-	}
-	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
-	if err != nil {
-		return nil, fmt.Errorf("listen: %w", err)
-	}
-	if err := os.Chmod(path, mode); err != nil {
-		l.Close()
-		return nil, fmt.Errorf("socket %s: %w", path, err)
-	}
-	return l, nil
 }

@@ -38,6 +38,22 @@ func (v service) of(session string) (Engine, error) {
 	return nil, connect.NewError(connect.CodeNotFound, fmt.Errorf("no session %q", session))
 }
 
+// with returns the engine that has the session, or the one that has sessions in folders. The
+// session of a folder must be one of that engine's, or none.
+func (v service) with(session, folder string) (Engine, error) {
+	if folder == "" {
+		return v.of(session)
+	}
+	f, err := able[Folders](v, "writes processes to folders")
+	if err != nil {
+		return nil, err
+	}
+	if session != "" && !f.Has(session) {
+		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("session %s: its processes can't be written to a folder", session))
+	}
+	return f, nil
+}
+
 // able returns the first engine that is a T as well.
 func able[T any](v service, what string) (T, error) {
 	for _, e := range v.engines {
@@ -92,7 +108,11 @@ func (v service) ListSessions(ctx context.Context, _ *connect.Request[gpuctlv1.L
 	slices.SortStableFunc(all, func(a, b *gpuctlv1.Session) int {
 		return cmp.Or(cmp.Compare(a.GetStartedUnixMs(), b.GetStartedUnixMs()), strings.Compare(a.GetId(), b.GetId()))
 	})
-	return connect.NewResponse(&gpuctlv1.ListSessionsResponse{Sessions: all}), nil
+	res := &gpuctlv1.ListSessionsResponse{Sessions: all}
+	for _, e := range v.engines {
+		res.Lost = append(res.Lost, e.Lost()...)
+	}
+	return connect.NewResponse(res), nil
 }
 
 // WatchSessions ends when one engine's stream ends, so that the client asks again.
@@ -118,7 +138,7 @@ func (v service) WatchSessions(ctx context.Context, _ *connect.Request[gpuctlv1.
 }
 
 func (v service) Plan(ctx context.Context, req *connect.Request[gpuctlv1.PlanRequest]) (*connect.Response[gpuctlv1.PlanResponse], error) {
-	e, err := v.of(req.Msg.GetSession())
+	e, err := v.with(req.Msg.GetSession(), req.Msg.GetFolder())
 	if err != nil {
 		return nil, err
 	}
@@ -138,7 +158,11 @@ func (v service) Swap(ctx context.Context, req *connect.Request[gpuctlv1.SwapReq
 }
 
 func (v service) Suspend(ctx context.Context, req *connect.Request[gpuctlv1.SuspendRequest], st *connect.ServerStream[gpuctlv1.Progress]) error {
-	e, err := v.of(req.Msg.GetSession())
+	folder := ""
+	if req.Msg.GetWithProcess() {
+		folder = req.Msg.GetFile()
+	}
+	e, err := v.with(req.Msg.GetSession(), folder)
 	if err != nil {
 		return err
 	}
@@ -148,7 +172,7 @@ func (v service) Suspend(ctx context.Context, req *connect.Request[gpuctlv1.Susp
 }
 
 func (v service) Resume(ctx context.Context, req *connect.Request[gpuctlv1.ResumeRequest], st *connect.ServerStream[gpuctlv1.Progress]) error {
-	e, err := v.of(req.Msg.GetSession())
+	e, err := v.with(req.Msg.GetSession(), req.Msg.GetFolder())
 	if err != nil {
 		return err
 	}
@@ -260,6 +284,40 @@ func (v service) EndLease(ctx context.Context, req *connect.Request[gpuctlv1.End
 		return nil, err
 	}
 	return connect.NewResponse(&gpuctlv1.EndLeaseResponse{}), nil
+}
+
+func (v service) AllowFetch(ctx context.Context, req *connect.Request[gpuctlv1.AllowFetchRequest]) (*connect.Response[gpuctlv1.AllowFetchResponse], error) {
+	l, err := able[Lender](v, "lends GPUs")
+	if err != nil {
+		return nil, err
+	}
+	resp, err := l.AllowFetch(ctx, req.Msg)
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(resp), nil
+}
+
+func (v service) EndFetch(_ context.Context, req *connect.Request[gpuctlv1.EndFetchOfLeaseRequest]) (*connect.Response[gpuctlv1.EndFetchOfLeaseResponse], error) {
+	l, err := able[Lender](v, "lends GPUs")
+	if err != nil {
+		return nil, err
+	}
+	if err := l.EndFetch(req.Msg.GetLease()); err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&gpuctlv1.EndFetchOfLeaseResponse{}), nil
+}
+
+func (v service) Fetch(ctx context.Context, req *connect.Request[gpuctlv1.FetchRequest]) (*connect.Response[gpuctlv1.FetchResponse], error) {
+	l, err := able[Lender](v, "lends GPUs")
+	if err != nil {
+		return nil, err
+	}
+	if err := l.Fetch(ctx, req.Msg); err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&gpuctlv1.FetchResponse{}), nil
 }
 
 func (v service) ListLeases(_ context.Context, _ *connect.Request[gpuctlv1.ListLeasesRequest]) (*connect.Response[gpuctlv1.ListLeasesResponse], error) {

@@ -42,6 +42,10 @@ func (f *fake) List(context.Context) []*gpuctlv1.Session {
 	return []*gpuctlv1.Session{f.session("1", 2)}
 }
 
+func (f *fake) Lost() []*gpuctlv1.LostSession {
+	return []*gpuctlv1.LostSession{{Id: f.letter + "0", Reason: "why"}}
+}
+
 func (f *fake) Watch(ctx context.Context, send func(*gpuctlv1.Session) error) error {
 	for {
 		select {
@@ -125,6 +129,9 @@ func TestSessionsOfAllEnginesAreListedOldestFirst(t *testing.T) {
 	}
 	if !slices.Equal(ids, []string{"p1", "d1", "p2"}) {
 		t.Error(ids)
+	}
+	if lost := res.Msg.GetLost(); len(lost) != 2 || lost[0].GetId() != "p0" || lost[1].GetId() != "d0" {
+		t.Errorf("lost: %v", lost)
 	}
 }
 
@@ -229,5 +236,35 @@ func TestAdoptNeedsAnEngineThatAdoptsAndOneThingToAdopt(t *testing.T) {
 	}
 	if _, err := adopt(serve(t, newFake("p")), &gpuctlv1.AdoptRequest{All: true}); connect.CodeOf(err) != connect.CodeUnimplemented {
 		t.Error(err)
+	}
+}
+
+// keeping is an engine that has sessions in folders.
+type keeping struct{ *fake }
+
+func (keeping) Folders() {}
+
+func TestFolderGoesToTheEngineThatHasFolders(t *testing.T) {
+	p, d := newFake("p"), newFake("d")
+	c := serve(t, p, keeping{d})
+	for _, req := range []*gpuctlv1.PlanRequest{{Folder: "/f"}, {Folder: "/f", Session: "d1"}} {
+		if plan, err := c.Plan(t.Context(), connect.NewRequest(req)); err != nil || plan.Msg.GetSteps()[0] != "d" {
+			t.Errorf("%v: %v %v", req, plan, err)
+		}
+	}
+	// The state of an OpenCL session is not written to a path that was meant for processes.
+	st, err := c.Suspend(t.Context(), connect.NewRequest(&gpuctlv1.SuspendRequest{Session: "p1", File: "/f", WithProcess: true}))
+	if err == nil {
+		for st.Receive() {
+		}
+		err = st.Err()
+		_ = st.Close()
+	}
+	if connect.CodeOf(err) != connect.CodeFailedPrecondition || p.said != nil {
+		t.Errorf("%v, %v", err, p.said)
+	}
+	none := serve(t, newFake("p"))
+	if _, err := none.Plan(t.Context(), connect.NewRequest(&gpuctlv1.PlanRequest{Folder: "/f"})); connect.CodeOf(err) != connect.CodeUnimplemented {
+		t.Errorf("%v", err)
 	}
 }

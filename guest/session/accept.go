@@ -157,12 +157,16 @@ func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 	if offer.Device != nil {
 		s.rec.Device = marshal(offer.Device)
 	}
-	if err := s.open(m.ctx, offer.Target, g); err != nil {
+	target, err := m.targetFor(s.id, offer)
+	if err != nil {
+		return err
+	}
+	if err := s.open(m.ctx, target, g); err != nil {
 		return err
 	}
 	s.conn = conn
 	first := s.current
-	s.log.Info("session begins", "pid", g.pid, "claim", offer.Claim, "gpu", offer.Target.GetGpu())
+	s.log.Info("session begins", "pid", g.pid, "claim", offer.Claim, "gpu", target.GetGpu())
 	m.add(s) // before the application, or whoever started it, can ask for the session
 	if err := s.welcome(conn); err != nil {
 		s.log.Warn("session without application", "err", err)
@@ -172,6 +176,19 @@ func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 	s.watchApp()
 	s.watchExecutor(first)
 	return nil
+}
+
+// targetFor returns the target of a session that begins by an offer. An offer of a remote
+// GPU may be for many sessions, each of which needs a lease of its own.
+func (m *Manager) targetFor(id string, offer *gpuctlv1.OfferRequest) (*gpuctlv1.Target, error) {
+	r := offer.GetTarget().GetRuntime().GetRemote()
+	if r == nil || len(r.GetToken()) > 0 {
+		return offer.GetTarget(), nil
+	}
+	if m.cfg.Lease == nil {
+		return nil, fmt.Errorf("GPU %s: the offer has no lease, and nobody can be asked for one", offer.GetTarget().GetGpu())
+	}
+	return m.cfg.Lease(m.ctx, id, offer)
 }
 
 // open makes the session's folder, its memory and its first executor. If it fails, none of
@@ -253,13 +270,11 @@ func (s *session) welcome(conn *net.UnixConn) error {
 func (s *session) discard() {
 	s.mu.Lock()
 	s.ending = true
-	e := s.current
 	s.mu.Unlock()
-	if e != nil {
-		e.kill()
-	}
 	s.release()
-	if err := s.m.removeDir(s.dir); err != nil {
-		s.log.Warn("remove session folder", "err", err)
-	}
+	s.bury(func() {
+		if err := s.m.removeDir(s.dir); err != nil {
+			s.log.Warn("remove session folder", "err", err)
+		}
+	})
 }

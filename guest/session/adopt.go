@@ -29,14 +29,16 @@ func (m *Manager) adoptAll() error {
 		return fmt.Errorf("sessions: %w", err)
 	}
 	var wg sync.WaitGroup
-	for _, e := range entries {
-		wg.Go(func() { m.adopt(filepath.Join(dir, e.Name()), e.Name()) })
+	errs := make([]error, len(entries))
+	for i, e := range entries {
+		wg.Go(func() { errs[i] = m.adopt(filepath.Join(dir, e.Name()), e.Name()) })
 	}
 	wg.Wait()
-	return nil
+	return errors.Join(errs...)
 }
 
-func (m *Manager) adopt(dir, id string) {
+// adopt takes over one session. With an error, nobody knows whether an executor of it lives.
+func (m *Manager) adopt(dir, id string) error {
 	log := m.log.With("session", id)
 	rec, err := readRecord(dir)
 	if err == nil && rec.ID != id {
@@ -47,26 +49,33 @@ func (m *Manager) adopt(dir, id string) {
 		// record.
 		log.Warn("session folder dropped", "err", err)
 		_ = m.removeDir(dir)
-		return
+		return nil
 	}
 	s := &session{
 		m: m, id: id, began: rec.StartedMS, log: log, dir: dir, rec: *rec, gone: make(chan struct{}), ended: make(chan struct{}),
 		state: gpuctlv1.SessionState_SESSION_STATE_RUNNING, usage: &gpuctlv1.Usage{},
 	}
-	current := s.adoptExecutor(&rec.Current)
+	current, err := s.adoptExecutor(&rec.Current)
+	if err != nil {
+		return err
+	}
 	var other *executor
 	if rec.Op != nil {
-		other = s.adoptExecutor(rec.Op.Other)
+		if other, err = s.adoptExecutor(rec.Op.Other); err != nil {
+			return err
+		}
 	}
-	var appErr error
+	seen := false
 	if rec.PID != 0 {
-		s.app, appErr = openProcess(rec.PID, rec.Start, nil)
+		var err error
+		s.app, err = openProcess(rec.PID, rec.Start, nil)
+		seen = err == nil
 	}
 	// If gpuguest can't see the application's pid, the connection that stood for the
 	// application ended with the earlier gpuguest.
-	if rec.PID == 0 || appErr != nil || !rec.Connected {
-		s.abandon("application has ended", current, other)
-		return
+	if !seen || !rec.Connected {
+		s.abandon("application has ended")
+		return nil
 	}
 	pids := []int{rec.PID}
 	for _, e := range []*executor{current, other} {
@@ -75,8 +84,8 @@ func (m *Manager) adopt(dir, id string) {
 		}
 	}
 	if s.mem, err = findMemory(rec.Memory, pids...); err != nil {
-		s.abandon(err.Error(), current, other)
-		return
+		s.abandon(err.Error())
+		return nil
 	}
 	if err := s.mem.lockManager(); err != nil {
 		log.Warn("adopt", "err", err) // the application can take the lock, but harms only itself
@@ -91,39 +100,43 @@ func (m *Manager) adopt(dir, id string) {
 	if last != nil && s.op == nil {
 		s.watchExecutor(last)
 	}
+	return nil
 }
 
-func (s *session) adoptExecutor(rec *executorRecord) *executor {
+// adoptExecutor returns nil for an executor that has ended.
+func (s *session) adoptExecutor(rec *executorRecord) (*executor, error) {
 	if rec == nil || rec.PID == 0 {
-		return nil
+		return nil, nil
 	}
 	p, err := s.m.cfg.Launcher.Adopt(rec.PID, rec.Start, s.logFile(rec.Generation))
-	if err != nil {
-		return nil
+	switch {
+	case errors.Is(err, ErrGone):
+		return nil, nil
+	case err != nil: // nobody knows whether it still has its GPU
+		return nil, fmt.Errorf("session %s: executor %d: %w", s.id, rec.Generation, err)
 	}
 	control, imports := s.sockets(rec.Generation)
-	return newExecutor(rec.Generation, rec.target(), p, control, imports)
+	e := newExecutor(rec.Generation, rec.target(), p, control, imports)
+	s.has(e)
+	return e, nil
 }
 
 // abandon ends a session that has no user any more.
-func (s *session) abandon(why string, executors ...*executor) {
+func (s *session) abandon(why string) {
 	s.log.Info("session dropped", "reason", why)
-	for _, e := range executors {
-		if e != nil {
-			e.kill()
-		}
-	}
 	if s.app != nil {
 		s.app.close()
 	}
-	for _, f := range []string{s.rec.SuspendedTo, opFile(s.rec.Op), s.partFile()} {
-		if isFile(f) {
-			_ = s.removeState(f)
+	s.bury(func() {
+		for _, f := range []string{s.rec.SuspendedTo, opFile(s.rec.Op), s.partFile()} {
+			if isFile(f) {
+				_ = s.removeState(f)
+			}
 		}
-	}
-	if err := s.m.removeDir(s.dir); err != nil {
-		s.log.Warn("remove session folder", "err", err)
-	}
+		if err := s.m.removeDir(s.dir); err != nil {
+			s.log.Warn("remove session folder", "err", err)
+		}
+	})
 }
 
 func opFile(op *opRecord) string {
@@ -181,14 +194,12 @@ func (r *repair) settle() {
 	}
 	s.state, s.message = gpuctlv1.SessionState_SESSION_STATE_HELD, text
 	s.log.Error("session is held", "err", err)
-	op := &operation{s: s, kind: kind, done: make(chan struct{}), source: s.current, reporter: engine.NewReporter(func(*gpuctlv1.Progress) {}), result: &gpuctlv1.SwapResult{}}
-	op.ctx, op.cancel = context.WithCancelCause(s.m.ctx)
-	op.rest, op.giveUp = context.WithCancel(s.m.ctx)
+	op := &operation{s: s, kind: kind, Life: engine.NewLife(s.m.ctx, s.m.ctx), source: s.current, reporter: engine.NewReporter(func(*gpuctlv1.Progress) {}), result: &gpuctlv1.SwapResult{}}
 	s.op = op
 	r.patience = quickTimeout
 	go func() {
 		var last error
-		err := engine.Retry(op.rest, s.log, func(ctx context.Context) error {
+		err := engine.Retry(op.Rest, s.log, func(ctx context.Context) error {
 			if last = r.try(ctx); errors.Is(last, errUnsettled) {
 				return last
 			}
@@ -196,16 +207,14 @@ func (r *repair) settle() {
 		})
 		if err == nil {
 			r.end(last)
-		} else if !s.m.closing() { // the application has ended: session.end does the rest
-			r.drop()
-		}
+		} // otherwise the application has ended, and session.end does the rest, or the next gpuguest
 		s.mu.Lock()
 		if s.op == op {
 			s.op = nil
 		}
 		e := s.current
 		s.mu.Unlock()
-		op.over()
+		op.Over()
 		s.m.changed(s)
 		if err == nil && e != nil {
 			s.watchExecutor(e)
@@ -248,21 +257,17 @@ func (r *repair) end(err error) {
 	if err == nil {
 		return
 	}
-	if r.other != nil && r.other != r.current {
-		r.other.kill()
-	}
-	s.lose(err.Error())
+	s.lose(err.Error()) // it ends all of the session's executors
 }
 
 func (r *repair) run(ctx context.Context) error {
 	s, op := r.s, r.s.rec.Op
 	switch {
 	case op == nil, op.Kind == kindPlan, op.Kind == kindCreate:
-		r.drop()
 		if s.rec.SuspendedTo != "" {
 			return r.suspended(nil)
 		}
-		return r.running(ctx, r.current, false)
+		return r.alone(ctx)
 	case op.Kind == kindSuspend && s.rec.SuspendedTo == "": // the record does not say SUSPENDED yet
 		if err := r.running(ctx, r.current, false); errors.Is(err, errUnsettled) {
 			return err
@@ -306,7 +311,9 @@ func (r *repair) suspend(ctx context.Context) error {
 			}
 			return ignore(s, s.dropWritten(ctx, r.current, to, ""))
 		}
-		r.current.kill()
+		if err := leave(r.current); err != nil {
+			return err
+		}
 	}
 	if op.Head != nil && s.mem.head() != *op.Head {
 		return errLost
@@ -324,13 +331,11 @@ func (r *repair) switched() bool {
 func (r *repair) swap(ctx context.Context) error {
 	s, op := r.s, r.s.rec.Op
 	if op.Other != nil && op.Other.Generation < s.rec.Current.Generation {
-		r.drop() // committed and in the journal: the other executor is the source
-		return r.running(ctx, r.current, false)
+		return r.alone(ctx) // committed and in the journal: the other executor is the source
 	}
 	if !r.switched() {
 		s.mem.setOwner(s.rec.Current.Generation)
-		r.drop()
-		err := r.running(ctx, r.current, false)
+		err := r.alone(ctx)
 		if err == nil {
 			s.dropExport(ctx, r.current)
 		}
@@ -341,15 +346,14 @@ func (r *repair) swap(ctx context.Context) error {
 		err := r.running(ctx, r.other, true)
 		switch {
 		case err == nil:
-			if r.current != nil {
-				r.current.kill()
-			}
-			return nil
+			return leave(r.current)
 		case errors.Is(err, errUnsettled):
 			return err
 		}
 		s.log.Warn("finish the swap", "err", err)
-		r.other.kill()
+		if err := leave(r.other); err != nil {
+			return err
+		}
 		r.rec.Current = s.rec.Current
 	}
 	// The target is dead. Go back to the source, unless the target has begun to serve: what
@@ -372,7 +376,6 @@ func (r *repair) finishResume(ctx context.Context) error {
 		return err
 	case err != nil:
 		s.log.Warn("finish the resume", "err", err)
-		r.other.kill()
 		r.rec.Current = s.rec.Current
 		return r.suspended(op.Head)
 	}
@@ -428,9 +431,8 @@ func (r *repair) running(ctx context.Context, e *executor, target bool) error {
 // progress, and its target must not have taken requests.
 func (r *repair) suspended(head *uint64) error {
 	s := r.s
-	r.drop()
-	if r.current != nil {
-		r.current.kill()
+	if err := errors.Join(leave(r.other), leave(r.current)); err != nil {
+		return err
 	}
 	if s.mem.owner() != r.rec.Current.Generation && head != nil {
 		if s.mem.head() != *head {
@@ -444,11 +446,14 @@ func (r *repair) suspended(head *uint64) error {
 	return nil
 }
 
-// drop ends the executor that the session does not continue with.
-func (r *repair) drop() {
-	if r.other != nil {
-		r.other.kill()
+// alone makes the journal's executor run the session, and ends the other one. While that
+// lives, the session is held.
+func (r *repair) alone(ctx context.Context) error {
+	left := leave(r.other)
+	if err := r.running(ctx, r.current, false); err != nil {
+		return err
 	}
+	return left
 }
 
 // ignore logs an error whose only effect is that files are left behind.

@@ -139,7 +139,7 @@ func withoutSecrets(t *gpuctlv1.Target) *gpuctlv1.Target {
 	}
 	t = proto.CloneOf(t)
 	r := t.Runtime.Remote
-	r.Token, r.PrivateKey = nil, nil
+	r.Token, r.PrivateKey, r.Fetch = nil, nil, ""
 	return t
 }
 
@@ -499,13 +499,22 @@ func reasonsIn(ce *connect.Error) []*gpuctlv1.Reason {
 	return rs
 }
 
-// export returns the number of bytes that were sent.
-func (e *executor) export(ctx context.Context, req *gpuctlv1.ExportRequest, to listener) (uint64, error) {
+// export returns how many bytes were sent.
+func (e *executor) export(ctx context.Context, req *gpuctlv1.ExportRequest, to listener) (sent, error) {
 	count := &counter{listener: to}
 	err := e.stream(ctx, "export", to.patience(req.Final), func(ctx context.Context) (*connect.ServerStreamForClient[gpuctlv1.Progress], error) {
 		return e.api.Export(ctx, connect.NewRequest(req))
 	}, count)
-	return count.bytes, err
+	return count.sent, err
+}
+
+// endFetch ends what a target fetches from another host. Without an error, nothing that came
+// this way is written any more.
+func (e *executor) endFetch(ctx context.Context) error {
+	ctx, cancel := e.bound(ctx, quickTimeout)
+	defer cancel()
+	_, err := e.api.EndFetch(ctx, connect.NewRequest(&gpuctlv1.EndFetchRequest{}))
+	return e.wrap("end the fetch", err)
 }
 
 func (e *executor) load(ctx context.Context, req *gpuctlv1.LoadRequest, to listener) error {
@@ -524,14 +533,17 @@ type listener interface {
 	patience(frozen bool) time.Duration
 }
 
+// sent is how many bytes an export has sent, and how many of them straight to another host.
+type sent struct{ bytes, straight uint64 }
+
 // counter is a listener that records how many bytes were done.
 type counter struct {
 	listener
-	bytes uint64
+	sent
 }
 
 func (c *counter) progress(p *gpuctlv1.Progress) {
-	c.bytes = max(c.bytes, p.BytesDone)
+	c.bytes, c.straight = max(c.bytes, p.BytesDone), max(c.straight, min(p.BytesStraight, p.BytesDone))
 	c.listener.progress(p)
 }
 

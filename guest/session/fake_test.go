@@ -43,6 +43,8 @@ type fakeLauncher struct {
 	final    bool               // blocked is for the next final Export
 	probe    *gpuctlv1.ProbeResponse
 	warmed   []string // dirs
+	clings   uint32   // generation of an executor that ends only when let calls it
+	let      chan struct{}
 }
 
 var _ Launcher = (*fakeLauncher)(nil)
@@ -64,7 +66,8 @@ type fakeExecutor struct {
 	pid   int
 	srv   *http.Server
 	done  chan struct{}
-	once  sync.Once
+	once  sync.Once // Kill
+	ended sync.Once
 	ring  *shm.Ring
 	reg   *shm.Region
 	state *os.File
@@ -86,6 +89,7 @@ type fakeExecutor struct {
 	freezes    uint64
 	exported   bool
 	holds      bool // memory for an export
+	fetches    bool // contents have come straight, and may still come
 }
 
 var (
@@ -260,6 +264,35 @@ func (e *fakeExecutor) Owns(c *unix.Ucred) bool { return int(c.Pid) == os.Getpid
 func (e *fakeExecutor) Kill() {
 	e.once.Do(func() {
 		e.l.mu.Lock()
+		let := e.l.let
+		clings := e.l.clings == e.spec.Generation
+		e.l.mu.Unlock()
+		if clings { // as a process whose driver does not let go of it: it does nothing, and does not end
+			if e.srv != nil {
+				_ = e.srv.Close()
+			}
+			go func() { <-let; e.end() }()
+			return
+		}
+		e.end()
+	})
+}
+
+// cling makes the executor of a generation not end when it is killed, until the function
+// that is returned is called.
+func (l *fakeLauncher) cling(gen uint32) (let func()) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	c := make(chan struct{})
+	l.clings, l.let = gen, c
+	let = sync.OnceFunc(func() { close(c) })
+	l.t.Cleanup(let)
+	return let
+}
+
+func (e *fakeExecutor) end() {
+	e.ended.Do(func() {
+		e.l.mu.Lock()
 		delete(e.l.live, e.pid)
 		e.l.mu.Unlock()
 		if e.srv != nil {
@@ -376,6 +409,22 @@ func (e *fakeExecutor) Export(ctx context.Context, req *connect.Request[gpuctlv1
 		defer peer.mu.Unlock()
 		if !peer.prepared || (req.Msg.Final && !peer.final) {
 			return refusal("export to a peer that is not prepared")
+		}
+		if req.Msg.Fetch == "" && peer.fetches {
+			return refusal("contents come both ways")
+		}
+		if req.Msg.Fetch != "" {
+			peer.fetches = true
+			what := "Straight"
+			if req.Msg.Final {
+				what = "StraightFinal"
+			}
+			if err := e.l.failure(what, e.spec.Generation); err != nil {
+				return connect.NewError(connect.CodeInternal, err)
+			}
+			if err := st.Send(&gpuctlv1.Progress{BytesDone: 64, BytesTotal: 64, BytesStraight: 64}); err != nil {
+				return err
+			}
 		}
 		peer.exported = peer.exported || req.Msg.All
 		peer.content = e.content
@@ -563,6 +612,16 @@ func (e *fakeExecutor) Receive(_ context.Context, in *connect.ClientStream[gpuct
 	}
 	e.content, e.complete = string(b), true
 	return connect.NewResponse(&gpuctlv1.ReceiveResponse{Bytes: uint64(len(b))}), nil
+}
+
+func (e *fakeExecutor) EndFetch(context.Context, *connect.Request[gpuctlv1.EndFetchRequest]) (*connect.Response[gpuctlv1.EndFetchResponse], error) {
+	leave, err := e.enter("EndFetch")
+	if err != nil {
+		return nil, err
+	}
+	defer leave()
+	e.fetches, e.exported = false, false // it is not known what has come
+	return connect.NewResponse(&gpuctlv1.EndFetchResponse{}), nil
 }
 
 func (e *fakeExecutor) Activate(context.Context, *connect.Request[gpuctlv1.ActivateRequest]) (*connect.Response[gpuctlv1.ActivateResponse], error) {

@@ -453,6 +453,21 @@ func TestReasonOfAnEndIsNotReadThroughTheExecutorsFolder(t *testing.T) {
 	}
 }
 
+// PoCL ends the process with a message and a hint. The hint alone hides what has failed.
+func TestReasonOfAnEndIsNotTheNoteBelowIt(t *testing.T) {
+	for last, want := range map[string]string{
+		"pulse\ndlopen(\"f.so\") failed with 'failed to map segment'.\nnote: missing symbols\nnote: one more\n": `ended: dlopen("f.so") failed with 'failed to map segment'.`,
+		"note: alone\n":       "ended: note: alone",
+		"note: note: alone\n": "ended: note: note: alone",
+		"a\nb note: c\n":      "ended: b note: c",
+		"":                    "ended",
+	} {
+		if got := exitReason(nil, []byte(last)); got != want {
+			t.Errorf("%q: %q, want %q", last, got, want)
+		}
+	}
+}
+
 func TestLogGoesOnWithTheNextGpuguest(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "executor-1.log")
 	first, w, err := createLog(path)

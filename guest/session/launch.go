@@ -41,6 +41,8 @@ type Spec struct {
 	AppPID       int         // the application; 0 if gpuguest can't see it
 	AppStart     uint64
 	Far          *FarConfig // set: it is a far executor, without memory of a session
+	Budget       *os.File   // what the claim's sessions take together; nil: no limit but the device's
+	BudgetLine   int        // the session's line in it
 }
 
 // Launcher starts executors and finds those that an earlier gpuguest started.
@@ -83,6 +85,8 @@ type ExecutorConfig struct {
 	AppPID       int             `json:"app_pid,omitempty"`
 	AppStart     uint64          `json:"app_start,omitempty"`
 	Far          *FarConfig      `json:"far,omitempty"`
+	BudgetFD     int             `json:"budget_fd,omitempty"` // 0: none
+	BudgetLine   int             `json:"budget_line,omitempty"`
 }
 
 // FarConfig is what a far executor needs to know of its carrier. It serves a session of
@@ -93,6 +97,8 @@ type FarConfig struct {
 	Peer        []byte        `json:"peer,omitempty"`        // SHA-256 of the carrier's certificate
 	Plain       bool          `json:"plain,omitempty"`       // without TLS
 	Outage      time.Duration `json:"outage,omitempty"`      // how long the carrier may be gone
+
+	CompressAlways bool `json:"compress_always,omitempty"` // for tests
 }
 
 // TasksFlag tells an executor that it runs as a user of its own, and how many tasks that
@@ -187,6 +193,9 @@ func (l *ExecLauncher) start(spec *Spec, loaded *os.File) (*started, error) {
 	// Not CommandContext: the executor outlives the operation that starts it.
 	cmd := l.command("executor", "--config", "-")
 	cmd.ExtraFiles = slices.Clone(spec.Memory[:])
+	if spec.Budget != nil {
+		cmd.ExtraFiles = append(cmd.ExtraFiles, spec.Budget)
+	}
 	ahead(cmd, spec.Runtime, loaded)
 	cmd.Stderr = out
 	st, err := l.run(cmd, spec.Dir, spec.Runtime, func() string { return exitReason(cmd.ProcessState, log.end()) })
@@ -382,6 +391,9 @@ func (spec *Spec) config() ([]byte, error) {
 		Dir: spec.Dir, Generation: spec.Generation, Socket: spec.Socket, ImportSocket: spec.ImportSocket,
 		FileSocket: fileSocket(spec.Socket, spec.Generation), TurnSocket: turnSocket(spec.Socket, spec.Generation),
 		Runtime: rt, CacheKey: spec.CacheKey, AppPID: spec.AppPID, AppStart: spec.AppStart, Far: spec.Far,
+	}
+	if spec.Budget != nil {
+		c.BudgetFD, c.BudgetLine = 3+len(spec.Memory), spec.BudgetLine
 	}
 	if spec.Device != nil {
 		if c.Device, err = protojson.Marshal(spec.Device); err != nil {

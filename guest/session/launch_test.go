@@ -182,7 +182,7 @@ func TestExecutorsStartedAhead(t *testing.T) {
 	}
 	pid := ahead()
 	l.Cool(spec.Dir)
-	if err := WaitProcess(t.Context(), pid, 0); err != nil || ahead() != 0 {
+	if err := WaitProcess(t.Context(), pid, 0); err != nil && !errors.Is(err, ErrGone) || ahead() != 0 { // it may have ended before
 		t.Error(err, ahead())
 	}
 

@@ -6,6 +6,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -188,10 +189,21 @@ func exitReason(st *os.ProcessState, last []byte) string {
 			return how + ": " + reasonLine(l)
 		}
 	}
-	if l := lastLine(last); l != "" {
+	if l := cause(last); l != "" {
 		return how + ": " + reasonLine(l)
 	}
 	return how
+}
+
+// cause returns the last line that does not only explain the one before: compilers and
+// runtimes begin those with "note:".
+func cause(last []byte) string {
+	for _, l := range slices.Backward(strings.Split(strings.ToValidUTF8(string(last), "?"), "\n")) {
+		if l = strings.TrimSpace(l); l != "" && !strings.HasPrefix(l, "note: ") {
+			return l
+		}
+	}
+	return lastLine(last)
 }
 
 // reasonLine makes a line fit for messages.

@@ -17,11 +17,11 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
-	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/budget"
 	"github.com/gpuctl/gpuctl/guest/engine"
 	"github.com/gpuctl/gpuctl/guest/opencl/compiled"
 	"github.com/gpuctl/gpuctl/guest/turn"
@@ -39,9 +39,6 @@ const (
 	maxWeight          = timeshare.MaxWeight
 )
 
-// ErrLocked is returned by New when another gpuguest uses the run folder.
-var ErrLocked = errors.New("another gpuguest uses this run folder")
-
 // Config is the configuration of a Manager.
 type Config struct {
 	Dir         string // run folder; created if missing
@@ -52,6 +49,9 @@ type Config struct {
 	Lender      Lender // nil: nothing is lent
 	CompileAnew bool   // do not keep what runtimes compile for the next session of a user's program
 	Sharing     turn.Settings
+	// Lease returns how the carrier of a session that begins reaches a far executor, for
+	// an offer of a remote GPU that names none. nil: there are no such offers.
+	Lease func(ctx context.Context, session string, offer *gpuctlv1.OfferRequest) (*gpuctlv1.Target, error)
 }
 
 // Manager manages the sessions of one run folder.
@@ -60,13 +60,15 @@ type Manager struct {
 	log  *slog.Logger
 	lock *os.File
 
-	ctx    context.Context // ends with Close
-	cancel context.CancelFunc
-	wg     sync.WaitGroup
-	model  *model
-	kept   *compiled.Store    // nil: nothing is kept
-	loads  *patience.Patience // time limits of loading runtimes, by library
-	die    func()             // ends this process; only fault injection calls it
+	ctx     context.Context // ends with Close
+	cancel  context.CancelFunc
+	wg      sync.WaitGroup
+	model   *model
+	kept    *compiled.Store // nil: nothing is kept
+	budgets *budget.Table
+	losses  *engine.Losses
+	loads   *patience.Patience // time limits of loading runtimes, by library
+	die     func()             // ends this process; only fault injection calls it
 
 	changes news.Changes[string, *session]
 	sharing *sharing
@@ -99,16 +101,9 @@ func New(cfg Config) (*Manager, error) {
 	if err := os.MkdirAll(filepath.Join(dir, "sessions"), 0o711); err != nil {
 		return nil, fmt.Errorf("run folder: %w", err)
 	}
-	lock, err := beneath.OpenFile(dir, "lock", os.O_CREATE|os.O_RDWR, 0o600)
+	lock, err := engine.LockFolder(dir, "lock")
 	if err != nil {
-		return nil, fmt.Errorf("run folder: %w", err)
-	}
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		lock.Close()
-		if errors.Is(err, unix.EWOULDBLOCK) {
-			return nil, fmt.Errorf("%s: %w", dir, ErrLocked)
-		}
-		return nil, fmt.Errorf("lock %s: %w", dir, err)
+		return nil, err
 	}
 	m := &Manager{
 		cfg: cfg, log: cfg.Logger, lock: lock, model: newModel(), loads: patience.New(leastLoad, mostLoad), die: engine.KillSelf,
@@ -120,13 +115,23 @@ func New(cfg Config) (*Manager, error) {
 		m.kept, err = compiled.Open(filepath.Join(dir, "compiled"))
 	}
 	if err == nil {
+		m.budgets, err = budget.Open(filepath.Join(dir, "budgets"))
+	}
+	if err == nil {
+		m.losses, err = engine.OpenLosses(dir, "lost")
+	}
+	if err == nil {
 		err = m.loadOffers()
 	}
 	if err != nil {
 		m.Close()
 		return nil, err
 	}
-	if err := m.adoptAll(); err != nil {
+	err = m.adoptAll()
+	if err == nil {
+		err = m.budgets.Retain(func(name string) bool { _, err := m.lookup(name); return err == nil })
+	}
+	if err != nil {
 		m.Close()
 		return nil, err
 	}
@@ -150,7 +155,7 @@ func (m *Manager) Close() {
 		s.ending = true // from now on, no operation begins and no session is lost
 		s.mu.Unlock()
 		if op != nil {
-			<-op.done
+			<-op.Done()
 			s.mu.Lock()
 			e = s.current
 			s.mu.Unlock()
@@ -205,7 +210,13 @@ func (m *Manager) warm(ctx context.Context, rt *gpuctlv1.Runtime) error {
 	for _, s := range m.list() {
 		s.mu.Lock()
 		if s.current != nil && s.op == nil && !s.ending {
-			specs = append(specs, s.spec(rt))
+			spec, err := s.spec(rt)
+			if err != nil {
+				s.mu.Unlock()
+				return err
+			}
+			defer spec.close()
+			specs = append(specs, spec)
 		}
 		s.mu.Unlock()
 	}
@@ -233,7 +244,7 @@ func (m *Manager) reserve() (id string, err error) {
 		var b [3]byte
 		_, _ = rand.Read(b[:]) // never fails
 		id = "s-" + hex.EncodeToString(b[:])
-		if _, err := os.Lstat(m.sessionDir(id)); errors.Is(err, fs.ErrNotExist) {
+		if _, err := os.Lstat(m.sessionDir(id)); errors.Is(err, fs.ErrNotExist) && !m.losses.Has(id) {
 			break
 		}
 	}
@@ -385,28 +396,9 @@ func (m *Manager) changed(s *session) {
 // Watch calls send with each session's current state, and then for each change, until ctx
 // or the manager ends or send fails.
 func (m *Manager) Watch(ctx context.Context, send func(*gpuctlv1.Session) error) error {
-	changed := m.changes.Read()
-	defer changed.Close()
-	m.refreshAll(ctx)
-	for _, s := range m.list() {
-		if err := send(s.snapshot()); err != nil {
-			return err
-		}
+	list := func(ctx context.Context) []*session {
+		m.refreshAll(ctx)
+		return m.list()
 	}
-	for {
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-m.ctx.Done():
-			return nil
-		case <-changed.Bell():
-		}
-		for _, s := range changed.Take() {
-			// Take the snapshot now. Of two snapshots that were taken earlier, the older
-			// one could arrive later, and show a session as running that has ended.
-			if err := send(s.snapshot()); err != nil {
-				return err
-			}
-		}
-	}
+	return engine.Watched[*session]{Changes: &m.changes, List: list, Snapshot: (*session).snapshot, Ended: m.ctx.Done()}.Watch(ctx, send)
 }

@@ -62,12 +62,11 @@ var errLost = errors.New("the session's requests are lost with the target")
 
 // operation is a swap, suspend or resume in progress.
 type operation struct {
+	*engine.Life
+
 	s      *session
 	kind   string
 	steps  []engine.Step
-	ctx    context.Context
-	cancel context.CancelCauseFunc
-	done   chan struct{}
 	fault  engine.Fault
 	start  time.Time
 	still  time.Duration // how long the application may be frozen without progress
@@ -75,14 +74,13 @@ type operation struct {
 
 	reporter *engine.Reporter
 
-	rest   context.Context // the context of the undos while the operation is held
-	giveUp context.CancelFunc
-
 	source, target *executor
 	freeze         uint64    // number of the freeze that thawSource undoes
 	graph          []byte    // the newest
+	fetch          string    // contents go straight to the target, by this name; empty: through this host
 	frozenAt       time.Time // zero while the application runs
 	unfrozen       bool      // the source has refused to freeze
+	lingers        bool      // gpuguest closes before the source has ended
 	failure        error     // of the operation
 }
 
@@ -100,7 +98,7 @@ func (op *operation) names() []string {
 func (s *session) begin(
 	ctx context.Context, kind string, steps func(*operation) []engine.Step, failAt string, still time.Duration, sink func(*gpuctlv1.Progress),
 ) (*operation, error) {
-	op := &operation{s: s, kind: kind, reporter: engine.NewReporter(sink), done: make(chan struct{}), start: time.Now(), still: still, result: &gpuctlv1.SwapResult{}}
+	op := &operation{s: s, kind: kind, reporter: engine.NewReporter(sink), start: time.Now(), still: still, result: &gpuctlv1.SwapResult{}}
 	op.steps = steps(op)
 	var err error
 	if op.fault, err = engine.ParseFault(failAt, s.m.cfg.Faults, op.names()); err != nil {
@@ -128,8 +126,7 @@ func (s *session) begin(
 		return nil, precondition("session %s is suspended already", id)
 	}
 	op.source = s.current
-	op.ctx, op.cancel = context.WithCancelCause(ctx)
-	op.rest, op.giveUp = context.WithCancel(s.m.ctx)
+	op.Life = engine.NewLife(ctx, s.m.ctx)
 	s.op = op
 	s.rec.Op = &opRecord{Kind: kind, Step: op.steps[0].Name}
 	if kind != kindPlan {
@@ -143,8 +140,6 @@ func (op *operation) run() *gpuctlv1.SwapResult {
 	s := op.s
 	s.m.changed(s)
 	s.log.Info("operation starts", "op", op.kind)
-	stop := context.AfterFunc(s.m.ctx, func() { op.cancel(errors.New("gpuguest is shutting down")) })
-	defer stop()
 	r := &engine.Runner{
 		Start: op.start,
 		Begin: func(i, n int, name string) error {
@@ -176,12 +171,7 @@ func (op *operation) run() *gpuctlv1.SwapResult {
 			s.log.Warn("step failed after the commit", "op", op.kind, "step", name, "err", err)
 		},
 	}
-	err := r.Run(op.ctx, op.steps)
-	if err != nil {
-		if cause := context.Cause(op.ctx); cause != nil {
-			err = fmt.Errorf("%w (%w)", err, cause)
-		}
-	}
+	err := op.Life.Run(r, op.steps)
 	op.failure = err
 	op.result.Steps = r.Times
 	op.result.TotalNs = time.Since(op.start).Nanoseconds()
@@ -190,7 +180,12 @@ func (op *operation) run() *gpuctlv1.SwapResult {
 	if errors.As(err, &se) && len(se.Left) > 0 && op.hold(se, res) {
 		return res
 	}
-	op.finish(err, res)
+	if op.lingers { // the journal has the source, and the next gpuguest waits for its end
+		res.Held = true
+		op.Over()
+	} else {
+		op.finish(err, res)
+	}
 	res.Session = s.snapshot()
 	return res
 }
@@ -218,25 +213,11 @@ func (op *operation) hold(se *engine.StepError, res *gpuctlv1.SwapResult) bool {
 	}
 	res.Session = s.snapshot()
 	op.result = &gpuctlv1.SwapResult{} // what follows is not reported to the caller
-	go func() {
-		err := engine.Retry(op.rest, s.log, func(ctx context.Context) (err error) {
-			se.Left, err = engine.Undo(ctx, se.Left)
-			return err
-		})
-		if err != nil && s.m.closing() { // the next gpuguest undoes it
-			op.over()
-			return
-		}
-		op.finish(se, op.result)
-	}()
+	op.Repeat(s.log, func(ctx context.Context) (err error) {
+		se.Left, err = engine.Undo(ctx, se.Left)
+		return err
+	}, func() { op.finish(se, op.result) })
 	return true
-}
-
-// over ends the operation for those who wait for it.
-func (op *operation) over() {
-	op.cancel(nil)
-	op.giveUp()
-	close(op.done)
 }
 
 // finish ends the operation, and sets the state that the session has after it.
@@ -259,12 +240,17 @@ func (op *operation) finish(err error, res *gpuctlv1.SwapResult) {
 		s.log.Warn("operation failed", "op", op.kind, "err", err)
 	}
 	s.mu.Lock()
-	s.rec.Op = nil
+	if !errors.Is(err, errLost) { // otherwise the target may not have ended, and lose forgets it
+		s.rec.Op = nil
+	}
 	werr := s.rec.write(s.dir)
 	s.op = nil
 	e, ending := s.current, s.ending
 	suspended := s.rec.SuspendedTo != ""
 	s.mu.Unlock()
+	if !errors.Is(err, errLost) { // lose waits for the executors' ends
+		s.settleBudget(e)
+	}
 	if werr != nil {
 		s.log.Warn("journal", "err", werr) // the next step or the next gpuguest repairs it
 	}
@@ -277,16 +263,17 @@ func (op *operation) finish(err error, res *gpuctlv1.SwapResult) {
 		if !ending {
 			why := "executor has ended"
 			if e != nil {
-				why = "executor has ended: " + e.proc.Exit()
+				why = endedText(e)
 			}
 			s.lose(why)
 		}
 	default:
 		s.set(gpuctlv1.SessionState_SESSION_STATE_RUNNING, "")
 	}
-	lost := s.snapshot().State == gpuctlv1.SessionState_SESSION_STATE_LOST
-	res.RolledBack = err != nil && !res.Refused && !res.Ended && !lost
-	op.over()
+	after := s.snapshot().State
+	res.Held = after == gpuctlv1.SessionState_SESSION_STATE_HELD // it is lost, and an executor has not ended
+	res.RolledBack = err != nil && !res.Refused && !res.Ended && !res.Held && after != gpuctlv1.SessionState_SESSION_STATE_LOST
+	op.Over()
 }
 
 // appEnded reports whether the application has ended. Then an error of the operation does
@@ -326,10 +313,10 @@ func stillPatience(timeoutMS, freezeMS int64) time.Duration {
 // devices that the target really has can serve what the session has used.
 func (op *operation) startTarget(ctx context.Context, target *gpuctlv1.Target, usage *gpuctlv1.Usage, devices int) error {
 	e, d, err := op.s.launch(ctx, target, func(r *record, e executorRecord) { r.Op.Other = &e })
+	op.target = e // also with an error: it may not have ended
 	if err != nil {
 		return err
 	}
-	op.target = e
 	return engine.Refuse(deviceReasons(usage, d.Devices, devices))
 }
 
@@ -360,7 +347,7 @@ func (op *operation) killTarget(context.Context) error {
 	}
 	op.target.kill()
 	if !op.target.dead() {
-		return fmt.Errorf("executor %d was killed and has not ended: its driver does not let go of it", op.target.gen)
+		return errors.New(lingers(op.target))
 	}
 	return nil
 }

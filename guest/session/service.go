@@ -52,6 +52,9 @@ func (m *Manager) List(ctx context.Context) []*gpuctlv1.Session {
 	return out
 }
 
+// Lost returns the sessions that were lost, also those whose applications have ended since.
+func (m *Manager) Lost() []*gpuctlv1.LostSession { return m.losses.All() }
+
 // Serves reports whether an executor can use the target.
 func (m *Manager) Serves(target *gpuctlv1.Target) bool { return checkTarget(target) == nil }
 
@@ -68,8 +71,16 @@ type Lender interface {
 	Lend(ctx context.Context, req *gpuctlv1.LendRequest) (*gpuctlv1.LendResponse, error)
 	// EndLease ends a lease and forgets it. It does nothing if there is no such lease.
 	EndLease(ctx context.Context, id string) error
+	// AllowFetch lets the far executor of another host fetch the contents of a lease's
+	// session, once. EndFetch takes that back.
+	AllowFetch(ctx context.Context, req *gpuctlv1.AllowFetchRequest) (*gpuctlv1.AllowFetchResponse, error)
+	EndFetch(id string)
+	// Fetch connects the far executor of a lease to that of another host.
+	Fetch(ctx context.Context, req *gpuctlv1.FetchRequest) error
 	// Leases returns all leases, oldest first.
 	Leases() []*gpuctlv1.Lease
+	// Sharers returns the far executors that take turns with sessions on their GPUs.
+	Sharers() []Sharer
 }
 
 // Lend starts a far executor, if this gpuguest lends GPUs.
@@ -86,6 +97,31 @@ func (m *Manager) EndLease(ctx context.Context, id string) error {
 		return errNoLender()
 	}
 	return m.cfg.Lender.EndLease(ctx, id)
+}
+
+// AllowFetch lets the far executor of another host fetch the contents of a lease's session.
+func (m *Manager) AllowFetch(ctx context.Context, req *gpuctlv1.AllowFetchRequest) (*gpuctlv1.AllowFetchResponse, error) {
+	if m.cfg.Lender == nil {
+		return nil, errNoLender()
+	}
+	return m.cfg.Lender.AllowFetch(ctx, req)
+}
+
+// EndFetch takes back what AllowFetch has allowed.
+func (m *Manager) EndFetch(id string) error {
+	if m.cfg.Lender == nil {
+		return errNoLender()
+	}
+	m.cfg.Lender.EndFetch(id)
+	return nil
+}
+
+// Fetch connects the far executor of a lease to that of another host.
+func (m *Manager) Fetch(ctx context.Context, req *gpuctlv1.FetchRequest) error {
+	if m.cfg.Lender == nil {
+		return errNoLender()
+	}
+	return m.cfg.Lender.Fetch(ctx, req)
 }
 
 // Leases returns all leases, oldest first.

@@ -14,6 +14,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/budget"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
@@ -33,8 +34,9 @@ type session struct {
 	state   gpuctlv1.SessionState
 	message string
 	usage   *gpuctlv1.Usage
-	fresh   time.Time // when usage was read
-	current *executor // nil while suspended or lost
+	fresh   time.Time   // when usage was read
+	current *executor   // nil while suspended or lost
+	all     []*executor // those that were started and may not have ended
 	op      *operation
 	transit *transit // of op
 	ending  bool
@@ -98,36 +100,82 @@ func (s *session) sockets(gen uint32) (control, imports string) {
 		filepath.Join(s.executorsDir(), fmt.Sprintf("i%d", gen))
 }
 
-// spec returns what the next executor is started with. The caller holds mu.
-func (s *session) spec(rt *gpuctlv1.Runtime) Spec {
+// spec returns what the next executor is started with. The caller holds mu, and closes the
+// spec.
+func (s *session) spec(rt *gpuctlv1.Runtime) (Spec, error) {
 	gen := s.rec.Generation + 1
 	control, imports := s.sockets(gen)
-	return Spec{
+	spec := Spec{
 		Dir: s.executorsDir(), Log: s.logFile(gen), Generation: gen, Socket: control, ImportSocket: imports,
 		Runtime: rt, Device: s.rec.device(), Memory: s.mem.files(),
 		CacheKey: s.rec.cacheKey(rt), AppPID: s.rec.PID, AppStart: s.rec.Start,
 	}
+	if rt.GetRemote() != nil || spec.Device.GetGlobalMemory() == 0 {
+		return spec, nil // counted where it is lent, or without a limit
+	}
+	key, err := BudgetKey(s.rec.Claim, rt)
+	if err != nil {
+		return spec, err
+	}
+	spec.Budget, spec.BudgetLine, err = s.m.budgets.Line(key, s.id)
+	return spec, err
+}
+
+// BudgetKey names what the sessions of a claim that one runtime serves take together.
+func BudgetKey(claim string, rt *gpuctlv1.Runtime) (string, error) {
+	b, err := proto.MarshalOptions{Deterministic: true}.Marshal(rt)
+	if err != nil {
+		return "", fmt.Errorf("runtime %s: %w", rt.GetLibrary(), err)
+	}
+	return budget.Key(claim, b), nil
+}
+
+func (spec *Spec) close() {
+	if spec.Budget != nil {
+		spec.Budget.Close()
+	}
+}
+
+// settleBudget gives back what the session has taken of GPUs that it is not on.
+func (s *session) settleBudget(on *executor) {
+	keep := ""
+	if on != nil && on.target.GetRuntime().GetRemote() == nil {
+		var err error
+		if keep, err = BudgetKey(s.rec.Claim, on.target.GetRuntime()); err != nil {
+			s.log.Warn("memory of the claim", "err", err)
+			return
+		}
+	}
+	if err := s.m.budgets.Leave(s.id, keep); err != nil {
+		s.log.Warn("memory of the claim", "err", err)
+	}
 }
 
 // launch starts an executor of the next generation and waits until it serves. journal is
-// called before the executor does anything. If the executor fails, launch kills it.
+// called before the executor does anything. If the executor fails, launch kills it; it also
+// returns it, as it may not have ended.
 func (s *session) launch(ctx context.Context, target *gpuctlv1.Target,
 	journal func(*record, executorRecord),
 ) (*executor, *gpuctlv1.DescribeResponse, error) {
 	s.mu.Lock()
-	spec := s.spec(target.GetRuntime())
+	spec, err := s.spec(target.GetRuntime())
 	s.mu.Unlock()
+	if err != nil {
+		return nil, nil, err
+	}
+	defer spec.close()
 	gen := spec.Generation
 	var e *executor
-	_, err := s.m.cfg.Launcher.Launch(ctx, spec, func(p Process) error {
+	_, err = s.m.cfg.Launcher.Launch(ctx, spec, func(p Process) error {
 		e = newExecutor(gen, target, p, spec.Socket, spec.ImportSocket)
+		s.has(e)
 		return s.update(func(r *record) {
 			r.Generation = gen
 			journal(r, e.record())
 		})
 	})
 	if err != nil {
-		return nil, nil, err
+		return e, nil, err
 	}
 	began := time.Now()
 	d, err := e.ready(ctx)
@@ -139,7 +187,7 @@ func (s *session) launch(ctx context.Context, target *gpuctlv1.Target,
 	}
 	if err != nil {
 		e.kill()
-		return nil, nil, err
+		return e, nil, err
 	}
 	return e, d, nil
 }
@@ -162,21 +210,54 @@ func (s *session) executorEnded(e *executor) {
 	lost := s.current == e && s.op == nil && !s.ending
 	s.mu.Unlock()
 	if lost {
-		s.lose("executor has ended: " + e.proc.Exit())
+		s.lose(endedText(e))
 	}
 }
 
-// lose marks the session as lost for its application: its state no longer exists.
+func endedText(e *executor) string { return "executor has ended: " + e.proc.Exit() }
+
+// lose marks the session as lost for its application: its state no longer exists. It is held
+// until its executors have ended.
 func (s *session) lose(why string) {
 	s.mu.Lock()
-	e := s.current
 	s.current = nil
 	s.mu.Unlock()
-	if e != nil && !e.dead() {
-		e.kill() // it must not touch the ring any more
-	}
+	left := s.left()
+	killAll(left) // they must not touch the ring any more
 	s.mem.setState(wire.StateLost)
 	s.log.Error("session lost", "err", why)
+	s.remember(why)
+	if len(living(left)) == 0 {
+		s.lost(why)
+		return
+	}
+	s.set(gpuctlv1.SessionState_SESSION_STATE_HELD, why)
+	go func() {
+		if s.awaitGone("it is lost: "+why, left) {
+			s.lost(why)
+		}
+	}()
+}
+
+// remember keeps that the session is lost, also for the time after the end of its application.
+func (s *session) remember(why string) {
+	if err := s.m.losses.Add(s.snapshot(), why); err != nil {
+		s.log.Warn("the next gpuguest will not know that this session was lost", "err", err)
+	}
+}
+
+// lost is called when all executors of a lost session have ended.
+func (s *session) lost(why string) {
+	s.mu.Lock()
+	ending := s.ending
+	s.mu.Unlock()
+	if ending {
+		return
+	}
+	s.settleBudget(nil)
+	if err := s.update(func(r *record) { r.Op = nil }); err != nil {
+		s.log.Warn("journal", "err", err)
+	}
 	s.set(gpuctlv1.SessionState_SESSION_STATE_LOST, why)
 }
 
@@ -224,13 +305,17 @@ func (s *session) end() {
 	op := s.op
 	s.mu.Unlock()
 	if op != nil {
-		op.cancel(errAppEnded)
-		op.giveUp()
-		<-op.done
+		op.Cancel(errAppEnded)
+		op.GiveUp()
+		<-op.Done()
 	}
+	defer close(s.ended)
 	s.mu.Lock()
 	e, rec := s.current, s.rec
 	s.mu.Unlock()
+	if e != nil && e.dead() { // the application has been faster than we: it has ended because of that
+		s.remember(endedText(e))
+	}
 	if e != nil {
 		ctx, cancel := context.WithTimeout(context.Background(), retireTimeout)
 		orderly := !e.dead() && e.retire(ctx) == nil
@@ -239,16 +324,22 @@ func (s *session) end() {
 			s.keepCompiled()
 		}
 	}
+	left := s.left()
+	killAll(left)
+	if !s.awaitGone("its application has ended", left) {
+		s.release() // the next gpuguest ends it
+		return
+	}
 	if isFile(rec.SuspendedTo) {
 		_ = s.removeState(rec.SuspendedTo)
 	}
 	s.release()
+	s.settleBudget(nil)
 	if err := s.m.removeDir(s.dir); err != nil {
 		s.log.Warn("remove session folder", "err", err)
 	}
 	s.log.Info("session ended")
 	s.m.remove(s)
-	close(s.ended)
 }
 
 // release stops watching the session's processes, and frees what gpuguest has for it. The

@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/engine"
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 	"github.com/gpuctl/gpuctl/guest/turn"
@@ -631,7 +632,7 @@ func TestApplicationGoneWhileManagerWasAway(t *testing.T) {
 
 func TestSecondManagerIsRefused(t *testing.T) {
 	b := newBench(t)
-	if _, err := New(Config{Dir: b.dir, Launcher: b.l, Logger: slog.Default()}); !errors.Is(err, ErrLocked) {
+	if _, err := New(Config{Dir: b.dir, Launcher: b.l, Logger: slog.Default()}); !errors.Is(err, engine.ErrLocked) {
 		t.Fatal(err)
 	}
 }
@@ -750,4 +751,45 @@ func TestWatcherHearsHowASessionIsNow(t *testing.T) {
 		t.Errorf("said to be %v after its end", got)
 	}
 	read <- struct{}{}
+}
+
+// A lost session is known as lost after its application, which was told, has ended, and to
+// the next gpuguest. One whose application has ended by itself is not.
+func TestLostSessionIsRememberedAfterItsApplication(t *testing.T) {
+	b := newBench(t)
+	b.l.generation(1).Kill()
+	testkit.Until(b.t, "the session is lost", func() error { return testkit.Want(b.session().State == lost, b.session()) })
+	remembered := func() {
+		t.Helper()
+		if all := b.m.Lost(); len(all) != 1 || all[0].GetId() != b.id || !strings.Contains(all[0].GetReason(), "was killed") || all[0].GetLostUnixMs() == 0 {
+			t.Errorf("lost: %v", all)
+		}
+	}
+	remembered()
+	b.conn.Close()
+	testkit.Until(b.t, "the session is over", func() error { return testkit.Want(len(b.m.list()) == 0, b.m.list()) })
+	remembered()
+	b.m.Close()
+	b.m = newManager(t, b.dir, b.l)
+	remembered()
+
+	b = newBench(t)
+	b.conn.Close()
+	testkit.Until(b.t, "the session is over", func() error { return testkit.Want(len(b.m.list()) == 0, b.m.list()) })
+	if all := b.m.Lost(); len(all) != 0 {
+		t.Errorf("its application has ended, and it counts as lost: %v", all)
+	}
+}
+
+// An application that ends because of its executor's death may be noticed first.
+func TestSessionIsLostAlsoIfItsApplicationIsFaster(t *testing.T) {
+	for range 20 {
+		b := newBench(t)
+		e := b.l.generation(1)
+		e.Kill()
+		<-e.Done()
+		b.conn.Close()
+		testkit.Until(b.t, "the session is over", func() error { return testkit.Want(len(b.m.list()) == 0, b.m.list()) })
+		testkit.Until(b.t, "it is known as lost", func() error { return testkit.Want(b.m.losses.Has(b.id), b.m.Lost()) })
+	}
 }

@@ -3,6 +3,7 @@ package session
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"maps"
 	"path/filepath"
 	"slices"
@@ -30,7 +31,8 @@ type sharing struct {
 	mu      sync.Mutex // taken after a session's lock
 	gpus    map[string]*turn.Arbiter
 	places  map[*executor]*place
-	reports []turn.Report // to be dealt with
+	reports []turn.Report        // to be dealt with
+	lent    map[string]*executor // of other hosts' sessions, by id; run's alone
 }
 
 // place is an executor's seats, one for each of its GPUs.
@@ -81,26 +83,70 @@ func (h *sharing) run(ctx context.Context) {
 	}
 }
 
-// match gives seats to executors that serve sessions, and takes them from others.
-func (h *sharing) match(ctx context.Context) {
-	want := map[*executor]*session{}
+// Sharer is an executor that is no session's here, and has the same GPUs: it serves a session
+// of another host.
+type Sharer struct {
+	ID      string // unlike those of sessions
+	Owner   string // whose share it uses
+	GPUs    []string
+	Process Process
+	Socket  string // control socket of its first generation; that for turns is beside it
+	Log     *slog.Logger
+}
+
+// sitter is who is to have seats.
+type sitter struct {
+	turn.Member
+	gpus []string
+	log  *slog.Logger
+}
+
+// sitters returns who is to have seats: executors that serve sessions, and those of other
+// hosts' sessions.
+func (h *sharing) sitters() map[*executor]sitter {
+	want := map[*executor]sitter{}
 	for _, s := range h.m.list() {
 		s.mu.Lock()
 		if e := s.current; e != nil && !s.ending && !e.dead() {
-			want[e] = s
+			x := sitter{turn.Member{Session: s.id, Owner: s.rec.Owner, Weight: int(s.rec.Weight)}, strings.Split(e.target.GetGpu(), ","), s.log}
+			if x.Owner == "" {
+				x.Owner = "claim:" + s.rec.Claim // of an older gpuguest
+			}
+			want[e] = x
 		}
 		s.mu.Unlock()
 	}
+	if h.m.cfg.Lender == nil {
+		return want
+	}
+	lent := map[string]*executor{}
+	for _, o := range h.m.cfg.Lender.Sharers() {
+		e := h.lent[o.ID]
+		if e == nil || e.proc != o.Process {
+			e = newExecutor(1, nil, o.Process, o.Socket, "")
+		}
+		lent[o.ID] = e
+		if !e.dead() && len(o.GPUs) > 0 {
+			want[e] = sitter{turn.Member{Session: o.ID, Owner: o.Owner}, o.GPUs, o.Log}
+		}
+	}
+	h.lent = lent
+	return want
+}
+
+// match gives seats to executors that serve sessions, and takes them from others.
+func (h *sharing) match(ctx context.Context) {
+	want := h.sitters()
 	var leave []*turn.Seat
 	join := map[*executor]*place{}
 	h.mu.Lock()
 	for e, p := range h.places {
-		gone := slices.ContainsFunc(p.seats, (*turn.Seat).Gone)
-		if want[e] == nil || gone {
+		_, wanted := want[e]
+		if !wanted || slices.ContainsFunc(p.seats, (*turn.Seat).Gone) {
 			leave = append(leave, p.seats...)
 			p.seats = nil
 		}
-		if want[e] == nil {
+		if !wanted {
 			delete(h.places, e)
 		}
 	}
@@ -127,21 +173,16 @@ func (h *sharing) match(ctx context.Context) {
 }
 
 // join gives an executor its seats. Without them it launches as it likes.
-func (h *sharing) join(ctx context.Context, s *session, e *executor, p *place) {
+func (h *sharing) join(ctx context.Context, x sitter, e *executor, p *place) {
 	ctx, cancel := e.bound(ctx, joinTimeout)
 	defer cancel()
-	s.mu.Lock()
-	m := turn.Member{Session: s.id, Owner: s.rec.Owner, Weight: int(s.rec.Weight)}
-	s.mu.Unlock()
-	if m.Owner == "" {
-		m.Owner = "claim:" + s.rec.Claim // of an older gpuguest
-	}
+	m := x.Member
 	if m.Weight == 0 {
 		m.Weight = turn.DefaultWeight
 	}
 	var seats []*turn.Seat
 	var failed error
-	for i, gpu := range strings.Split(e.target.GetGpu(), ",") {
+	for i, gpu := range x.gpus {
 		conn, err := e.dial(ctx, e.turnSocket)
 		if err == nil {
 			var a *turn.Arbiter
@@ -165,7 +206,7 @@ func (h *sharing) join(ctx context.Context, s *session, e *executor, p *place) {
 		}
 		if text := failed.Error(); text != p.said && !e.dead() {
 			p.said = text
-			s.log.Info("the session's executor takes no turns on its GPU", "err", failed)
+			x.log.Info("the session's executor takes no turns on its GPU", "err", failed)
 		}
 		return
 	}
@@ -196,7 +237,8 @@ func (h *sharing) judge() {
 	for _, r := range todo {
 		s, err := h.m.lookup(r.Session)
 		if err != nil {
-			continue // it has ended
+			h.judgeLent(r)
+			continue
 		}
 		switch r.Event {
 		case turn.Overdue:
@@ -211,6 +253,27 @@ func (h *sharing) judge() {
 			s.expel(fmt.Sprintf("its executor's requests for GPU %s make no sense: %v", r.GPU, r.Err))
 		case turn.Gone: // its executor ends, or a new connection is made
 		}
+	}
+}
+
+// judgeLent deals with what an arbiter has reported of an executor of another host's session.
+// It is ended where a session would be; its lease ends with it.
+func (h *sharing) judgeLent(r turn.Report) {
+	e := h.lent[r.Session]
+	if e == nil {
+		return // it has ended
+	}
+	log := h.m.log.With("lease", r.Session, "gpu", r.GPU, "owner", r.Owner)
+	switch r.Event {
+	case turn.Overdue:
+		log.Warn("a command of another host's session keeps the GPU", "kernel", r.Name, "for", r.For, "waiting", r.Waiting)
+	case turn.Endless:
+		log.Error("a lease is ended for the sake of others", "kernel", r.Name, "for", r.For)
+		e.proc.Kill()
+	case turn.Breach:
+		log.Error("a lease is ended: its executor's requests make no sense", "err", r.Err)
+		e.proc.Kill()
+	case turn.Ended, turn.Gone:
 	}
 }
 

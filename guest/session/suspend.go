@@ -7,10 +7,8 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"strings"
 
 	"connectrpc.com/connect"
-	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
@@ -19,6 +17,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 	"github.com/gpuctl/gpuctl/guest/statestream"
 	"github.com/gpuctl/gpuctl/internal/beneath"
+	"github.com/gpuctl/gpuctl/internal/room"
 )
 
 // Suspend saves the session's state to memory or to a file, or sends it to the host. Then
@@ -92,7 +91,7 @@ func (w *suspending) steps(op *operation) []engine.Step {
 			first := proto.CloneOf(w.export)
 			first.All = true
 			n, err := op.source.export(ctx, first, op)
-			op.result.BytesPrecopied = n
+			op.result.BytesPrecopied = n.bytes
 			return err
 		}},
 		{Name: stepFreeze, Undo: op.thawSource, Run: func(ctx context.Context) error {
@@ -101,7 +100,7 @@ func (w *suspending) steps(op *operation) []engine.Step {
 		{Name: stepExport, Run: func(ctx context.Context) error {
 			w.export.Final = true
 			n, err := op.source.export(ctx, w.export, op)
-			op.result.BytesFrozen = n
+			op.result.BytesFrozen = n.bytes
 			if err != nil {
 				return err
 			}
@@ -113,7 +112,7 @@ func (w *suspending) steps(op *operation) []engine.Step {
 			return replaceFile(op.s.dir, graphName, op.graph)
 		}},
 		op.mark(func(r *record) { r.SuspendedTo = w.to }),
-		{Name: stepRetire, Run: func(ctx context.Context) error { return op.source.retire(ctx) }},
+		{Name: stepRetire, Run: func(ctx context.Context) error { return op.retireSource(op.source.retire(ctx)) }},
 	}
 }
 
@@ -183,7 +182,7 @@ func (w *leaving) steps(op *operation) []engine.Step {
 			return err
 		}},
 		op.mark(func(r *record) { r.SuspendedTo, r.Away = toAway, newAwayRecord(w.mark) }),
-		{Name: stepRetire, Run: func(ctx context.Context) error { return op.source.retire(ctx) }},
+		{Name: stepRetire, Run: func(ctx context.Context) error { return op.retireSource(op.source.retire(ctx)) }},
 	}
 }
 
@@ -341,26 +340,19 @@ func (s *session) readGraph() ([]byte, error) {
 // without a file, into memory. If the room is unknown, it returns none.
 func roomFor(need uint64, file string) []*gpuctlv1.Reason {
 	if file != "" {
-		var st unix.Statfs_t
-		if err := unix.Statfs(filepath.Dir(file), &st); err != nil {
-			return []*gpuctlv1.Reason{{Code: "file", Message: fmt.Sprintf("%s: %v", filepath.Dir(file), err)}}
-		}
-		if free := st.Bavail * uint64(st.Bsize); need > free {
+		free, err := room.Folder(filepath.Dir(file))
+		switch {
+		case err != nil:
+			return []*gpuctlv1.Reason{{Code: "file", Message: err.Error()}}
+		case need > free:
 			return []*gpuctlv1.Reason{{Code: "disk", Message: fmt.Sprintf(
 				"the session's memory objects take %s, the file system of %s has %s left", formatBytes(need), file, formatBytes(free))}}
 		}
 		return nil
 	}
-	b, err := beneath.ReadFile("/proc", "meminfo", mostOfProc)
-	if err != nil {
-		return nil
-	}
-	for line := range strings.Lines(string(b)) {
-		var kib uint64
-		if _, err := fmt.Sscanf(line, "MemAvailable: %d kB", &kib); err == nil && need > kib<<10 {
-			return []*gpuctlv1.Reason{{Code: "host_memory", Message: fmt.Sprintf(
-				"the session's memory objects take %s, the host has %s left", formatBytes(need), formatBytes(kib<<10))}}
-		}
+	if free, err := room.Memory(); err == nil && need > free {
+		return []*gpuctlv1.Reason{{Code: "host_memory", Message: fmt.Sprintf(
+			"the session's memory objects take %s, the host has %s left", formatBytes(need), formatBytes(free))}}
 	}
 	return nil
 }

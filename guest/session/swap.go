@@ -73,7 +73,10 @@ func (w *swapping) steps(op *operation) []engine.Step {
 			op.graph = snap.Graph
 			return op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph}, op)
 		}},
-		{Name: stepPrecopy, Undo: op.discardSource, Run: func(ctx context.Context) error { return op.precopy(ctx, w.usage.GetMemory()) }},
+		{Name: stepPrecopy, Undo: op.discardSource, Run: func(ctx context.Context) error {
+			op.chooseWay(w.req.Target)
+			return op.precopy(ctx, w.usage.GetMemory())
+		}},
 		{Name: stepFreeze, Undo: op.thawSource, Run: func(ctx context.Context) error {
 			return op.freezeSource(ctx, w.req.FreezeTimeoutMs)
 		}},
@@ -81,7 +84,7 @@ func (w *swapping) steps(op *operation) []engine.Step {
 			if err := op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph, Final: true}, op); err != nil {
 				return err
 			}
-			n, err := op.source.export(ctx, &gpuctlv1.ExportRequest{Peer: op.target.importSocket, Final: true}, op)
+			n, err := op.exportTo(ctx, &gpuctlv1.ExportRequest{Final: true})
 			op.result.BytesFrozen = n
 			return err
 		}},
@@ -94,7 +97,7 @@ func (w *swapping) steps(op *operation) []engine.Step {
 			op.adoptTarget(func(r *record) { r.Op.Other = &old })
 			return nil
 		}},
-		{Name: stepRetire, Run: func(ctx context.Context) error { return op.source.retire(ctx) }},
+		{Name: stepRetire, Run: func(ctx context.Context) error { return op.retireSource(op.source.retire(ctx)) }},
 	}
 }
 
@@ -103,10 +106,15 @@ func (w *swapping) steps(op *operation) []engine.Step {
 func (op *operation) precopy(ctx context.Context, memory uint64) error {
 	dirty := ^uint64(0)
 	for round := range precopyRounds {
-		n, err := op.source.export(ctx, &gpuctlv1.ExportRequest{
-			Peer: op.target.importSocket, All: round == 0, // earlier targets may have got what this one does not have
-		}, op)
+		// Earlier targets may have got what this one does not have.
+		n, err := op.exportTo(ctx, &gpuctlv1.ExportRequest{All: round == 0})
 		op.result.BytesPrecopied += n
+		if err != nil && op.fetch != "" && ctx.Err() == nil {
+			if err = op.detour(ctx, err); err == nil {
+				n, err = op.exportTo(ctx, &gpuctlv1.ExportRequest{All: true})
+				op.result.BytesPrecopied += n
+			}
+		}
 		if err != nil {
 			return err
 		}
@@ -123,6 +131,40 @@ func (op *operation) precopy(ctx context.Context, memory uint64) error {
 		}
 		dirty = snap.Dirty
 	}
+	return nil
+}
+
+// How contents go between two remote GPUs, for those who watch.
+const (
+	wayStraight = "straight from one host to the other"
+	wayHome     = "through this host"
+)
+
+// chooseWay decides how contents go to the target: straight, if that was prepared.
+func (op *operation) chooseWay(target *gpuctlv1.Target) {
+	if op.fetch = target.GetRuntime().GetRemote().GetFetch(); op.fetch != "" {
+		op.reporter.Waits(wayStraight)
+	}
+}
+
+// exportTo sends contents to the target.
+func (op *operation) exportTo(ctx context.Context, req *gpuctlv1.ExportRequest) (uint64, error) {
+	req.Peer, req.Fetch = op.target.importSocket, op.fetch
+	n, err := op.source.export(ctx, req, op)
+	op.result.BytesStraight += n.straight
+	return n.bytes, err
+}
+
+// detour makes all contents go through this host, as they cannot go straight. What is still
+// on its way to the target must not arrive after what is sent now. The source is asked to let
+// go of the connection, too: who has it would hold it until the end of the swap.
+func (op *operation) detour(ctx context.Context, why error) error {
+	if err := op.target.endFetch(ctx); err != nil {
+		return errors.Join(why, err)
+	}
+	op.fetch, op.result.Detour = "", why.Error()
+	op.s.log.Warn("contents go through this host", "err", why)
+	op.reporter.Waits(wayHome + ": " + why.Error())
 	return nil
 }
 

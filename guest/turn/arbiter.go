@@ -65,7 +65,8 @@ type Event int
 
 // The events.
 const (
-	// Overdue: a turn was taken back, as others wait.
+	// Overdue: a turn was taken back, as others wait. It is reported again if the executor
+	// names another command than the one that the turn was asked for.
 	Overdue Event = iota
 	// Endless: a turn that was taken back has not ended. The session is to be ended.
 	Endless
@@ -104,6 +105,8 @@ type Arbiter struct {
 	gpu   string
 	cfg   Config
 	began time.Time
+	// telling keeps reports in order. It is taken without mu.
+	telling sync.Mutex
 
 	mu      sync.Mutex
 	sched   *timeshare.Scheduler
@@ -156,8 +159,16 @@ func (a *Arbiter) Close() {
 
 func (a *Arbiter) now() time.Duration { return time.Since(a.began) }
 
-// unlock releases the lock, and tells what was to be told.
+// unlock releases the lock, and tells what was to be told, in the order in which it happened.
 func (a *Arbiter) unlock() {
+	none := len(a.reports) == 0
+	a.mu.Unlock()
+	if none {
+		return
+	}
+	a.telling.Lock()
+	defer a.telling.Unlock()
+	a.mu.Lock()
 	todo := a.reports
 	a.reports = nil
 	a.mu.Unlock()
@@ -187,7 +198,7 @@ func (a *Arbiter) waiting() (n int) {
 // connected to its executor, and is the arbiter's from now on, even if there is an error.
 func (a *Arbiter) Join(m Member, device int, conn *net.UnixConn) (*Seat, error) {
 	s := &Seat{a: a, who: m, conn: conn, state: free}
-	if err := s.send(Frame{Kind: Hello, Number: uint64(device)}); err != nil {
+	if err := s.send(Frame{Kind: Hello, Number: uint64(device), What: HelloKeeps}); err != nil {
 		conn.Close()
 		return nil, err
 	}
@@ -246,7 +257,7 @@ func (a *Arbiter) enter(now time.Duration) {
 			continue
 		}
 		s.epoch++
-		s.state, s.number, s.stale, s.name = asked, 0, 0, ""
+		s.state, s.number, s.stale, s.name, s.named = asked, 0, 0, "", false
 		a.drains++
 		a.queue(now, s, 0)
 		a.tell(s, Frame{Kind: Share, Epoch: s.epoch})

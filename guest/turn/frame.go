@@ -11,10 +11,10 @@ import (
 // Kind is what a frame says.
 type Kind uint32
 
-// The frames. Ask, End and Withdraw come from executors, the others from gpuguest.
+// The frames. Ask, End, Withdraw and Keeps come from executors, the others from gpuguest.
 const (
 	// Hello is the first frame. Number is the device, counted among those of the
-	// executor's runtime that it was given.
+	// executor's runtime that it was given. What is [HelloKeeps] if Keeps may be sent.
 	Hello Kind = 1
 	// Free lets the executor launch as it likes. All that it has asked for is forgotten.
 	Free Kind = 2
@@ -33,7 +33,13 @@ const (
 	End Kind = 17
 	// Withdraw takes back what was asked for. If the grant is under way, that turn has ended.
 	Withdraw Kind = 18
+	// Keeps answers a Lapse: Name is the command that keeps turn Number, which need not be
+	// the one that it was asked for. It is sent once a turn at most.
+	Keeps Kind = 19
 )
+
+// HelloKeeps is What of a Hello from a gpuguest that understands Keeps.
+const HelloKeeps = 1
 
 func (k Kind) String() string {
 	switch k {
@@ -53,6 +59,8 @@ func (k Kind) String() string {
 		return "end"
 	case Withdraw:
 		return "withdraw"
+	case Keeps:
+		return "keeps"
 	}
 	return fmt.Sprintf("kind %d", uint32(k))
 }
@@ -94,7 +102,7 @@ func Decode(b *[FrameSize]byte) (Frame, error) {
 		Number: binary.LittleEndian.Uint64(b[8:]), What: binary.LittleEndian.Uint64(b[16:]),
 	}
 	switch f.Kind {
-	case Hello, Free, Share, Grant, Lapse, Ask, End, Withdraw:
+	case Hello, Free, Share, Grant, Lapse, Ask, End, Withdraw, Keeps:
 	default:
 		return Frame{}, fmt.Errorf("%v: %w", f.Kind, ErrFrame)
 	}

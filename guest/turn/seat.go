@@ -33,6 +33,7 @@ type Seat struct {
 	epoch   uint32
 	number  uint64        // of the turn; 0: what ran when the epoch began
 	name    string        // of its command
+	named   bool          // by the executor, after the turn was taken back
 	since   time.Duration // when it asked, or its turn began
 	charged time.Duration // of a turn that was taken back
 	active  time.Duration // when it had something last
@@ -172,12 +173,18 @@ func (s *Seat) handle(f Frame) error {
 	this := f.Number == s.number
 	switch {
 	case f.Kind == Ask && s.state == idle && f.Number > s.number:
-		s.state, s.number, s.name = asked, f.Number, f.Name
+		s.state, s.number, s.name, s.named = asked, f.Number, f.Name, false
 		a.queue(now, s, f.What)
 		a.enter(now)
 	case f.Kind == End && this && (s.state == running || s.state == lapsed || s.state == asked && s.number == 0),
 		f.Kind == Withdraw && this && (s.state == asked || s.state == running || s.state == lapsed):
 		a.stop(now, s)
+	case f.Kind == Keeps && this && s.state == lapsed && !s.named:
+		s.named = true
+		if s.name != f.Name {
+			s.name = f.Name
+			a.report(Overdue, s, now-s.since, nil)
+		}
 	default:
 		return fmt.Errorf("%s of turn %d, with turn %d %s: %w", f.Kind, f.Number, s.number, s.state, errRules)
 	}

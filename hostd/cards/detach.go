@@ -44,6 +44,13 @@ func (k *Keeper) Detach(ctx context.Context, r *gpuctlv1.DetachRequest, report R
 		if now == nil || now.rev != a.rev {
 			return fmt.Errorf("%s: %w: it has changed meanwhile", what, ErrBusy)
 		}
+		if k.Serving != nil {
+			free, err := k.Serving.Hold(m.UUID)
+			if err != nil {
+				return fmt.Errorf("%s: %w: %w", what, ErrRefused, err)
+			}
+			defer free()
+		}
 		c := &change{k: k, steps: steps, report: report, assignment: *now}
 		if err := k.detach(ctx, c, r); err != nil {
 			return fmt.Errorf("%s: %w", what, err)
@@ -115,6 +122,11 @@ func (k *Keeper) planDetach(ctx context.Context, m vm.Info, a *cardAssignment, r
 	}
 	if a.Slice != nil && !a.Slice.Kept {
 		steps = append(steps, planned(stepUncut, "delete the slice, and with the last one the virtual functions that were made for slices", ""))
+	}
+	if k.Serving != nil {
+		if users := k.Serving.Users(m.UUID); len(users) > 0 {
+			reasons = append(reasons, why("serves", "VM %s is a service VM, and %s have parts of its GPUs: detach or end them, or take the GPUs back with gpuctl detach %s --serves", m.Name, strings.Join(users, ", "), m.Name))
+		}
 	}
 	switch {
 	case a.Phase != attached:

@@ -43,6 +43,9 @@ type Hypervisor interface {
 	Driver() string
 	// Owners returns the functions that running VMs have, each with its VM.
 	Owners(ctx context.Context) (map[pci.Address]vm.VM, error)
+	// GuestAddress returns where a running VM has a function; nil: that is unknown, or the
+	// VM does not have it.
+	GuestAddress(ctx context.Context, uuid string, function pci.Address) (*pci.Address, error)
 	// Dom0Access returns the state of a card as seen from dom0; empty: unknown.
 	Dom0Access(card *pci.Card) string
 	// HotplugBlocker returns why a card cannot be attached to a running VM, one function
@@ -63,8 +66,10 @@ type VMs interface {
 	// Check returns the reasons why a running VM cannot get a device.
 	Check(ctx context.Context, uuid string) ([]*gpuctlv1.Reason, error)
 	// Attach and Detach ask libvirt to change the running VM. Even if there is no error,
-	// only the hypervisor can confirm the change.
-	Attach(ctx context.Context, uuid string, function pci.Address) error
+	// only the hypervisor can confirm the change. at is where the function goes in the VM
+	// if that is possible: the hypervisor can be told, and nothing else is there; nil:
+	// anywhere.
+	Attach(ctx context.Context, uuid string, function pci.Address, at *pci.Address) error
 	Detach(ctx context.Context, uuid string, function pci.Address) error
 	// Listed reports whether libvirt lists a function for the running VM. libvirt must
 	// not be asked to detach a function that the VM does not have.
@@ -86,6 +91,15 @@ type Guests interface {
 	Answers(ctx context.Context, uuid string) error
 	// About returns a description of a VM's agent.
 	About(uuid string) string
+}
+
+// Serving knows who computes on the cards of service VMs.
+type Serving interface {
+	// Users returns in words who has parts of a VM's GPUs; none if it serves nobody.
+	Users(uuid string) []string
+	// Hold keeps the VM's GPUs from being given to anybody until end is called. It returns
+	// an error if somebody has parts of them.
+	Hold(uuid string) (end func(), err error)
 }
 
 // Cluster assigns cards to claims.
@@ -113,6 +127,7 @@ type Config struct {
 	Slicer     Slicer   // nil: no slices, only whole cards
 	Mediated   Mediated // nil: no mediated devices, only PCI functions
 	Guests     Guests   // nil: no VM has an agent
+	Serving    Serving  // nil: no VM is a service VM
 	Cluster    Cluster
 	// GPUs returns the host's GPUs with their names in the inventory.
 	GPUs func(ctx context.Context) ([]*clusterv1.GPU, error)

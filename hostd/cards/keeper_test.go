@@ -106,7 +106,7 @@ func TestRefusals(t *testing.T) {
 		{"no quorum", func(w *world) { w.noQuorum = true }, func(w *world) error { return w.attach("one", "nvidia-0", false) }, nil, "no leader"},
 		{"nothing to detach", nil, func(w *world) error { return w.detach("one", "") }, ErrNotFound, "it has no gpu of this host"},
 		{"not its own", nil, func(w *world) error { return w.detach("one", "nvidia-0") }, ErrNotFound, "it does not have nvidia-0"},
-		{"by hand", func(w *world) { w.driver[card1[0]] = "pciback"; _ = w.give(uuid2, card1[0]) }, func(w *world) error { return w.attach("one", "06:00.0", false) }, ErrRefused, "the hypervisor says that VM two has 0000:06:00.0"},
+		{"by hand", func(w *world) { w.driver[card1[0]] = "pciback"; _ = w.give(uuid2, card1[0], nil) }, func(w *world) error { return w.attach("one", "06:00.0", false) }, ErrRefused, "the hypervisor says that VM two has 0000:06:00.0"},
 		{"paused", func(w *world) { _ = w.attach("one", "nvidia-0", false); w.machines[uuid1].State = "paused" }, func(w *world) error { return w.detach("one", "") }, ErrRefused, "VM one is paused and cannot answer"},
 		{"deaf agent", func(w *world) { _ = w.attach("one", "nvidia-0", false); w.deaf[uuid1] = true }, func(w *world) error { return w.detach("one", "") }, nil, "confirm: vm one: its gpuguest does not answer"},
 	} {
@@ -141,6 +141,49 @@ func TestDetachUnanswered(t *testing.T) {
 	w.settled()
 	if a := w.keeper.assignments[card4[0]]; a.Phase != attached || !strings.Contains(a.Message, "still has it") {
 		t.Errorf("%+v", a)
+	}
+}
+
+// sharing says who has parts of a VM's GPUs.
+type sharing struct {
+	users []string
+	late  []string // after the plan
+	holds int
+}
+
+func (s *sharing) Users(string) []string { return s.users }
+
+func (s *sharing) Hold(string) (func(), error) {
+	if len(s.late) > 0 {
+		return nil, errors.New("others have parts: " + s.late[0])
+	}
+	s.holds++
+	return func() { s.holds-- }, nil
+}
+
+// A card of a service VM is not detached while others have parts of its GPUs, by no flag.
+func TestACardThatServesOthersIsNotDetached(t *testing.T) {
+	w := newWorld(t)
+	if err := w.attach("one", "nvidia-0", false); err != nil {
+		t.Fatal(err)
+	}
+	s := &sharing{users: []string{"vm:web"}}
+	w.keeper.Serving = s
+	for _, r := range []*gpuctlv1.DetachRequest{{Machine: "one"}, {Machine: "one", Unconfirmed: true}} {
+		if err := w.keeper.Detach(t.Context(), r, func(*gpuctlv1.DeviceUpdate) {}); !errors.Is(err, ErrRefused) || !strings.Contains(err.Error(), "vm:web") {
+			t.Errorf("%v", err)
+		}
+	}
+	s.users, s.late = nil, []string{"host b"} // who has come after the plan
+	if err := w.detach("one", ""); !errors.Is(err, ErrRefused) || !strings.Contains(err.Error(), "host b") {
+		t.Errorf("%v", err)
+	}
+	if a := w.keeper.assignments[card4[0]]; a == nil || a.Phase != attached {
+		t.Errorf("%+v", a)
+	}
+	s.late = nil
+	if err := w.detach("one", ""); err != nil || s.holds != 0 {
+		t.Errorf("%v, held %d times", err, s.holds)
 	}
 }
 
@@ -335,7 +378,7 @@ func TestMigrationHolds(t *testing.T) {
 		t.Fatalf("%+v %v %v", a, w.driver, w.claims)
 	}
 	for range 2 {
-		if err := w.keeper.AttachPrepared(t.Context(), m, "nvidia-0", true); err != nil {
+		if err := w.keeper.AttachPrepared(t.Context(), m, "nvidia-0", true, nil); err != nil {
 			t.Fatal(err)
 		}
 		if !slices.Equal(w.stored[m.UUID], card4) {
@@ -348,7 +391,7 @@ func TestMigrationHolds(t *testing.T) {
 		t.Errorf("dropped while the VM has it: %v", err)
 	}
 	for range 2 {
-		step("unplug", w.keeper.DetachReleased(t.Context(), m, "nvidia-0", "m-1"))
+		step("unplug", w.detachReleased(t.Context(), m))
 	}
 	if len(w.stored) != 0 {
 		t.Errorf("still stored: %v", w.stored)
@@ -380,8 +423,8 @@ func TestMigrationStepsCanBeRepeated(t *testing.T) {
 			}{
 				{"reserve", func() error { return w.keeper.Reserve(t.Context(), m, "nvidia-0", "vm-x", "m-1") }},
 				{"ready", func() error { return w.keeper.Prepare(t.Context(), m, "nvidia-0", "vm-x", "m-1") }},
-				{"plug", func() error { return w.keeper.AttachPrepared(t.Context(), m, "nvidia-0", true) }},
-				{"unplug", func() error { return w.keeper.DetachReleased(t.Context(), m, "nvidia-0", "m-1") }},
+				{"plug", func() error { return w.keeper.AttachPrepared(t.Context(), m, "nvidia-0", true, nil) }},
+				{"unplug", func() error { return w.detachReleased(t.Context(), m) }},
 				{"drop", func() error { return w.keeper.GiveBack(t.Context(), m, "nvidia-0") }},
 			} {
 				err := s.do()
@@ -435,7 +478,7 @@ func TestHeldCardIsBoundAnew(t *testing.T) {
 		{"reserve", func() error { return w.keeper.Reserve(t.Context(), m, "nvidia-0", "vm-x", "m-1") }},
 		{"ready", func() error { return w.keeper.Prepare(t.Context(), m, "nvidia-0", "vm-x", "m-1") }},
 		{"ready again", func() error { return w.keeper.Prepare(t.Context(), m, "nvidia-0", "vm-x", "m-1") }},
-		{"plug", func() error { return w.keeper.AttachPrepared(t.Context(), m, "nvidia-0", false) }},
+		{"plug", func() error { return w.keeper.AttachPrepared(t.Context(), m, "nvidia-0", false, nil) }},
 	} {
 		if err := s.do(); err != nil {
 			t.Fatalf("%s: %v", s.name, err)
@@ -464,17 +507,17 @@ func TestLibvirtDiesInADetach(t *testing.T) {
 		}
 		must("reserve", w.keeper.Reserve(t.Context(), m, "nvidia-0", "vm-x", "m-1"))
 		must("ready", w.keeper.Prepare(t.Context(), m, "nvidia-0", "vm-x", "m-1"))
-		must("plug", w.keeper.AttachPrepared(t.Context(), m, "nvidia-0", false))
+		must("plug", w.keeper.AttachPrepared(t.Context(), m, "nvidia-0", false, nil))
 		w.libvirtDies = when
-		if err := w.keeper.DetachReleased(t.Context(), m, "nvidia-0", "m-1"); err != nil {
+		if err := w.detachReleased(t.Context(), m); err != nil {
 			must("reconcile", w.keeper.Reconcile(t.Context()))
-			must("unplug again", w.keeper.DetachReleased(t.Context(), m, "nvidia-0", "m-1"))
+			must("unplug again", w.detachReleased(t.Context(), m))
 		}
 		if len(w.listed) != 0 || len(w.released) != 0 || w.libvirtDies != "" {
 			t.Errorf("%s: listed %v, released %v", when, w.listed, w.released)
 		}
-		must("plug again", w.keeper.AttachPrepared(t.Context(), m, "nvidia-0", false))
-		must("unplug", w.keeper.DetachReleased(t.Context(), m, "nvidia-0", "m-1"))
+		must("plug again", w.keeper.AttachPrepared(t.Context(), m, "nvidia-0", false, nil))
+		must("unplug", w.detachReleased(t.Context(), m))
 		must("drop", w.keeper.GiveBack(t.Context(), m, "nvidia-0"))
 	}
 }
@@ -499,10 +542,10 @@ func TestHeldCardVanishes(t *testing.T) {
 	back := w.root
 	w.root = fstest.MapFS{}
 	w.restart()
-	if err := w.keeper.AttachPrepared(t.Context(), m, "nvidia-0", false); !errors.Is(err, ErrNotFound) {
+	if err := w.keeper.AttachPrepared(t.Context(), m, "nvidia-0", false, nil); !errors.Is(err, ErrNotFound) {
 		t.Errorf("plugged: %v", err)
 	}
-	must("unplug", w.keeper.DetachReleased(t.Context(), m, "nvidia-0", "m-1"))
+	must("unplug", w.detachReleased(t.Context(), m))
 	must("drop", w.keeper.GiveBack(t.Context(), m, "nvidia-0"))
 	if w.keeper.Lost(t.Context(), uuid2, "nvidia-0") {
 		t.Error("it is lost to a VM that never had it")
@@ -539,12 +582,12 @@ var scenarios = map[string]func(w *world){
 		ctx, m := w.t.Context(), w.machines[uuid1].VM
 		_ = w.keeper.Reserve(ctx, m, "nvidia-0", "vm-x", "m-1")
 		_ = w.keeper.Prepare(ctx, m, "nvidia-0", "vm-x", "m-1")
-		_ = w.keeper.AttachPrepared(ctx, m, "nvidia-0", false)
+		_ = w.keeper.AttachPrepared(ctx, m, "nvidia-0", false, nil)
 	},
 	"moves out": func(w *world) {
 		ctx, m := w.t.Context(), w.machines[uuid1].VM
 		_ = w.attach("one", "nvidia-0", true)
-		if w.keeper.DetachReleased(ctx, m, "nvidia-0", "m-1") == nil {
+		if w.detachReleased(ctx, m) == nil {
 			w.stop(uuid1)
 			w.keeper.Stopped(uuid1)
 		}
@@ -553,8 +596,8 @@ var scenarios = map[string]func(w *world){
 	"is moved back": func(w *world) {
 		ctx, m := w.t.Context(), w.machines[uuid1].VM
 		_ = w.attach("one", "nvidia-0", false)
-		_ = w.keeper.DetachReleased(ctx, m, "nvidia-0", "m-1")
-		_ = w.keeper.AttachPrepared(ctx, m, "nvidia-0", false)
+		_ = w.detachReleased(ctx, m)
+		_ = w.keeper.AttachPrepared(ctx, m, "nvidia-0", false, nil)
 	},
 	"failed attach": func(w *world) {
 		w.driver[card4[3]], w.native[card4[3]] = "snd", "snd"
@@ -719,7 +762,7 @@ func TestColdMigrationHolds(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.run(uuid1, card4...)
-	if err := w.keeper.AttachPrepared(t.Context(), m, "nvidia-0", true); err != nil {
+	if err := w.keeper.AttachPrepared(t.Context(), m, "nvidia-0", true, nil); err != nil {
 		t.Fatal(err)
 	}
 	w.settled()

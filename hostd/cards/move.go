@@ -130,8 +130,9 @@ func (k *Keeper) taken(card *pci.Card) bool {
 }
 
 // AttachPrepared attaches a prepared card to its VM, which runs on this host. If stored,
-// it also adds the card to the VM's stored definition.
-func (k *Keeper) AttachPrepared(ctx context.Context, m vm.VM, gpu string, stored bool) error {
+// it also adds the card to the VM's stored definition. at is where the VM had its card
+// before the migration; nil: what this host knows of that.
+func (k *Keeper) AttachPrepared(ctx context.Context, m vm.VM, gpu string, stored bool, at *pci.Address) error {
 	c, name, end, err := k.lockAssigned(ctx, m, gpu)
 	if err != nil {
 		return err
@@ -142,6 +143,9 @@ func (k *Keeper) AttachPrepared(ctx context.Context, m vm.VM, gpu string, stored
 		return err
 	}
 	c.assignment.Persistent = stored || c.assignment.Persistent
+	if at != nil {
+		c.assignment.Guest = at
+	}
 	if contradicts(owners, c.assignment.Functions, m.UUID, true) == "" {
 		err = c.enter(attached)
 	} else {
@@ -158,32 +162,35 @@ func (k *Keeper) AttachPrepared(ctx context.Context, m vm.VM, gpu string, stored
 	if err != nil {
 		return fmt.Errorf("gpu %s: %w", name, err)
 	}
+	c.compareGuest(ctx)
 	return nil
 }
 
 // DetachReleased detaches a card from its VM, which has released it, and resets it. The
-// card stays assigned to that VM.
-func (k *Keeper) DetachReleased(ctx context.Context, m vm.VM, gpu, migration string) error {
+// card stays assigned to that VM. It returns where the VM had the main function; nil: that
+// is unknown.
+func (k *Keeper) DetachReleased(ctx context.Context, m vm.VM, gpu, migration string) (at *pci.Address, err error) {
 	if k.Lost(ctx, m.UUID, gpu) {
-		return nil
+		return k.guestOf(m.UUID, gpu), nil
 	}
 	c, name, end, err := k.lockAssigned(ctx, m, gpu)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer end()
 	c.assignment.Migration = migration
+	c.noteGuest(ctx)
 	if err := c.detach(ctx); err != nil {
-		return errors.Join(fmt.Errorf("gpu %s: %w", name, err), k.stillHas(ctx, c))
+		return nil, errors.Join(fmt.Errorf("gpu %s: %w", name, err), k.stillHas(ctx, c))
 	}
 	// The stored definition goes to the destination with the VM; the card does not.
 	if err := k.VMs.Unstore(ctx, m.UUID, c.assignment.Functions); err != nil {
-		return fmt.Errorf("gpu %s: %w", name, err)
+		return nil, fmt.Errorf("gpu %s: %w", name, err)
 	}
 	if err := c.enter(ready); err != nil {
-		return err
+		return nil, err
 	}
-	return c.reset(ctx)
+	return c.assignment.Guest, c.reset(ctx)
 }
 
 // Keep makes a card stay assigned when its VM stops. A migration calls it before it stops

@@ -60,8 +60,11 @@ type cardAssignment struct {
 	Persistent bool          `json:"persistent,omitempty"`
 	Starting   bool          `json:"starting,omitempty"` // the VM asked for it when it started
 	Migration  string        `json:"migration,omitempty"`
-	Message    string        `json:"message,omitempty"`
-	Since      int64         `json:"since"` // Unix milliseconds
+	// Guest is where a VM that migrates had the main function of its card before that. It
+	// gets this one there.
+	Guest   *pci.Address `json:"guestAddress,omitempty"`
+	Message string       `json:"message,omitempty"`
+	Since   int64        `json:"since"` // Unix milliseconds
 
 	rev uint64 // number of the change; not stored
 }

@@ -239,7 +239,7 @@ func (c *change) attachFunction(ctx context.Context, f pci.Address) error {
 	if c.assignment.mediated() {
 		return c.k.Mediated.Attach(ctx, c.assignment.UUID, c.assignment.Slice.ID)
 	}
-	return c.k.VMs.Attach(ctx, c.assignment.UUID, f)
+	return c.k.VMs.Attach(ctx, c.assignment.UUID, f, c.goesTo(f))
 }
 
 func (c *change) detachFunction(ctx context.Context, f pci.Address) error {

@@ -36,8 +36,10 @@ type world struct {
 	mu             sync.Mutex
 	driver         map[pci.Address]string // bound
 	native         map[pci.Address]string
-	owner          map[pci.Address]string // VM's UUID
-	dirty          map[pci.Address]string // the VM that has had it since it was reset
+	owner          map[pci.Address]string           // VM's UUID
+	seats          map[string]map[uint8]pci.Address // VM, slot of its bus: the function that is there
+	noSeats        bool                             // the hypervisor is told of no slot, as libxl by libvirt
+	dirty          map[pci.Address]string           // the VM that has had it since it was reset
 	machines       map[string]*vm.Info
 	stored         map[string][]pci.Address
 	claims         map[string]string // claim: GPU
@@ -108,7 +110,7 @@ func emptyWorld(t *testing.T) *world {
 	return &world{
 		t: t, dir: inMemory(t), driver: map[pci.Address]string{}, native: map[pci.Address]string{}, owner: map[pci.Address]string{},
 		dirty: map[pci.Address]string{}, stored: map[string][]pci.Address{}, claims: map[string]string{}, dead: map[pci.Address]bool{}, deaf: map[string]bool{},
-		resetFail: map[pci.Address]error{}, released: map[pci.Address]bool{}, listed: map[pci.Address]string{}, again: map[pci.Address]string{}, now: time.Unix(1e9, 0),
+		seats: map[string]map[uint8]pci.Address{uuid1: {}, uuid2: {}}, resetFail: map[pci.Address]error{}, released: map[pci.Address]bool{}, listed: map[pci.Address]string{}, again: map[pci.Address]string{}, now: time.Unix(1e9, 0),
 		machines: map[string]*vm.Info{
 			uuid1: {VM: vm.VM{UUID: uuid1, Name: "one"}, State: "running", Type: "hvm", Persistent: true},
 			uuid2: {VM: vm.VM{UUID: uuid2, Name: "two"}, State: "running", Type: "hvm", Persistent: true},
@@ -312,8 +314,55 @@ func (w *world) Check(_ context.Context, uuid string) ([]*gpuctlv1.Reason, error
 	return nil, nil
 }
 
+// firstSeat is the first slot of a VM that is not its chipset's or its disk's.
+const firstSeat = 4
+
+// seat puts a function on a slot of a VM: the first that is free, if none is named.
+func (w *world) seat(uuid string, f pci.Address, at *pci.Address) {
+	slot := uint8(firstSeat)
+	if at != nil && !w.noSeats {
+		if *at != (pci.Address{Device: at.Device}) {
+			w.t.Errorf("VM %s has no slot %s", uuid, at)
+		}
+		if other, taken := w.seats[uuid][at.Device]; !taken {
+			w.seats[uuid][at.Device] = f
+			return
+		} else if other != f {
+			w.t.Logf("VM %s has %s at %s", uuid, other, at)
+		}
+	}
+	for w.seats[uuid][slot] != (pci.Address{}) {
+		slot++
+	}
+	w.seats[uuid][slot] = f
+}
+
+// unseat is its undo.
+func (w *world) unseat(f pci.Address) {
+	for _, seats := range w.seats {
+		maps.DeleteFunc(seats, func(_ uint8, o pci.Address) bool { return o == f })
+	}
+}
+
+func (w *world) GuestAddress(_ context.Context, uuid string, f pci.Address) (*pci.Address, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.hyperDown {
+		return nil, errors.New("xenstored does not answer")
+	}
+	if w.crashed {
+		return nil, errCrashed
+	}
+	for slot, o := range w.seats[uuid] {
+		if o == f {
+			return &pci.Address{Device: slot}, nil
+		}
+	}
+	return nil, nil //nolint:nilnil // the VM does not have it
+}
+
 // give is what the hypervisor does when a VM gets a function.
-func (w *world) give(uuid string, f pci.Address) error {
+func (w *world) give(uuid string, f pci.Address, at *pci.Address) error {
 	switch {
 	case w.driver[f] != "pciback" && !w.vendorTyped(f):
 		return fmt.Errorf("%s is not assignable", f)
@@ -323,15 +372,16 @@ func (w *world) give(uuid string, f pci.Address) error {
 		w.t.Errorf("VM %s got %s, which was not reset since another VM had it", uuid, f)
 	}
 	w.owner[f], w.dirty[f] = uuid, uuid
+	w.seat(uuid, f, at)
 	return nil
 }
 
-func (w *world) Attach(_ context.Context, uuid string, f pci.Address) error {
+func (w *world) Attach(_ context.Context, uuid string, f pci.Address, at *pci.Address) error {
 	return w.call(func() error {
 		if w.listed[f] != "" {
 			return errors.New("target pci device already exists")
 		}
-		err := w.give(uuid, f)
+		err := w.give(uuid, f, at)
 		if err == nil {
 			w.listed[f] = uuid
 		}
@@ -357,6 +407,7 @@ func (w *world) ForceDetach(_ context.Context, uuid string, f pci.Address) error
 			w.t.Errorf("%s was taken off the list of VM %s, which has it", f, uuid)
 		}
 		w.owner[f] = ""
+		w.unseat(f)
 		delete(w.released, f)
 		return nil
 	})
@@ -368,7 +419,7 @@ func (w *world) ForceAttach(_ context.Context, uuid string, f pci.Address) error
 			w.t.Errorf("VM %s got %s, which libvirt does not list", uuid, f)
 		}
 		w.again[f] = unseen
-		return w.give(uuid, f)
+		return w.give(uuid, f, nil)
 	})
 }
 
@@ -394,6 +445,7 @@ func (w *world) Detach(_ context.Context, uuid string, f pci.Address) error {
 			return errors.New("end of file while reading data")
 		}
 		w.owner[f] = ""
+		w.unseat(f)
 		if w.libvirtDies == "late" {
 			w.libvirtDies = ""
 			return errors.New("end of file while reading data")
@@ -429,6 +481,12 @@ func (w *world) gpus(context.Context) ([]*clusterv1.GPU, error) {
 	}, w.slicedGPUs()...), nil
 }
 
+// detachReleased is a step of the migration m-1.
+func (w *world) detachReleased(ctx context.Context, m vm.VM) error {
+	_, err := w.keeper.DetachReleased(ctx, m, "nvidia-0", "m-1")
+	return err
+}
+
 // stop is what libvirt and the hypervisor do when a VM ends.
 func (w *world) stop(uuid string) {
 	w.mu.Lock()
@@ -437,6 +495,7 @@ func (w *world) stop(uuid string) {
 	for f, o := range w.owner {
 		if o == uuid {
 			w.owner[f] = ""
+			w.unseat(f)
 		}
 	}
 	for id, o := range w.mediated {
@@ -453,7 +512,7 @@ func (w *world) run(uuid string, functions ...pci.Address) {
 	defer w.mu.Unlock()
 	w.machines[uuid].State = "running"
 	for _, f := range functions {
-		if err := w.give(uuid, f); err != nil {
+		if err := w.give(uuid, f, nil); err != nil {
 			w.t.Error(err)
 		}
 	}

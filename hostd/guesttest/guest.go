@@ -47,6 +47,8 @@ type Guest struct {
 	leases   map[string]*lease
 	next     int
 
+	folders map[string]*gpuctlv1.Session // that are suspended with their processes
+
 	processes []Process      // that use CUDA and are in no session
 	swapped   map[int]uint64 // start times of processes that get a pid after the next look
 }
@@ -282,6 +284,9 @@ func reasons(s *gpuctlv1.Session, t *gpuctlv1.Target) []*gpuctlv1.Reason {
 func (g *Guest) Plan(_ context.Context, r *connect.Request[gpuctlv1.PlanRequest]) (*connect.Response[gpuctlv1.PlanResponse], error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	if r.Msg.GetFolder() != "" {
+		return g.planFolder(r.Msg)
+	}
 	s := g.sessions[r.Msg.GetSession()]
 	if s == nil {
 		return nil, connect.NewError(connect.CodeNotFound, errors.New("no such session"))
@@ -298,6 +303,10 @@ func steps(operation string) []string {
 	switch operation {
 	case "suspend":
 		return []string{"freeze", "save", "commit"}
+	case "store":
+		return []string{"lock", "checkpoint", "dump", "seal", "end"}
+	case "revive":
+		return []string{"make", "restore", "unlock"}
 	case "rehearse":
 		return []string{"lock", "checkpoint", "restore", "unlock"}
 	case "resume":
@@ -394,6 +403,9 @@ func (g *Guest) Swap(ctx context.Context, r *connect.Request[gpuctlv1.SwapReques
 
 // Suspend implements GuestService.
 func (g *Guest) Suspend(ctx context.Context, r *connect.Request[gpuctlv1.SuspendRequest], stream *connect.ServerStream[gpuctlv1.Progress]) error {
+	if r.Msg.GetWithProcess() {
+		return g.store(ctx, r.Msg, stream)
+	}
 	return g.operate(ctx, stream, "suspend", r.Msg.GetSession(), r.Msg.GetFailAt(), nil, gpuctlv1.SessionState_SESSION_STATE_RUNNING, func(s *gpuctlv1.Session) {
 		s.State, s.SuspendedTo = gpuctlv1.SessionState_SESSION_STATE_SUSPENDED, r.Msg.GetFile()
 		if s.SuspendedTo == "" {
@@ -404,6 +416,9 @@ func (g *Guest) Suspend(ctx context.Context, r *connect.Request[gpuctlv1.Suspend
 
 // Resume implements GuestService.
 func (g *Guest) Resume(ctx context.Context, r *connect.Request[gpuctlv1.ResumeRequest], stream *connect.ServerStream[gpuctlv1.Progress]) error {
+	if r.Msg.GetFolder() != "" {
+		return g.revive(ctx, r.Msg, stream)
+	}
 	return g.operate(ctx, stream, "resume", r.Msg.GetSession(), r.Msg.GetFailAt(), r.Msg.GetTarget(), gpuctlv1.SessionState_SESSION_STATE_SUSPENDED, func(s *gpuctlv1.Session) {
 		s.State, s.SuspendedTo = gpuctlv1.SessionState_SESSION_STATE_RUNNING, ""
 		moveTo(s, r.Msg.GetTarget())

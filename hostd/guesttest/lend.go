@@ -20,6 +20,9 @@ type lease struct {
 	req    *gpuctlv1.LendRequest
 	answer *gpuctlv1.LendResponse
 	state  gpuctlv1.LeaseState
+
+	allowed []byte // token with which another host may fetch
+	fetches []*gpuctlv1.FetchRequest
 }
 
 // Lend implements GuestService.
@@ -44,7 +47,7 @@ func (g *Guest) Lend(_ context.Context, r *connect.Request[gpuctlv1.LendRequest]
 	token, hash := make([]byte, 32), make([]byte, sha256.Size)
 	_, _ = rand.Read(token)
 	_, _ = rand.Read(hash)
-	l := &lease{proto.CloneOf(m), &gpuctlv1.LendResponse{Token: token, CertSha256: hash}, gpuctlv1.LeaseState_LEASE_STATE_OFFERED}
+	l := &lease{req: proto.CloneOf(m), answer: &gpuctlv1.LendResponse{Token: token, CertSha256: hash}, state: gpuctlv1.LeaseState_LEASE_STATE_OFFERED}
 	if g.leases == nil {
 		g.leases = map[string]*lease{}
 	}
@@ -97,4 +100,59 @@ func (g *Guest) KillLease(id string) {
 	if l := g.leases[id]; l != nil {
 		l.state = gpuctlv1.LeaseState_LEASE_STATE_ENDED
 	}
+}
+
+// AllowFetch implements GuestService.
+func (g *Guest) AllowFetch(_ context.Context, r *connect.Request[gpuctlv1.AllowFetchRequest]) (*connect.Response[gpuctlv1.AllowFetchResponse], error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	l := g.leases[r.Msg.GetLease()]
+	if l == nil || len(r.Msg.GetPeerCertSha256()) != sha256.Size {
+		return nil, connect.NewError(connect.CodeNotFound, fmt.Errorf("there is no lease %s, or nobody is to fetch", r.Msg.GetLease()))
+	}
+	l.allowed = make([]byte, 32)
+	_, _ = rand.Read(l.allowed)
+	return connect.NewResponse(&gpuctlv1.AllowFetchResponse{Token: l.allowed, Name: "fetch-" + r.Msg.GetLease()}), nil
+}
+
+// EndFetch implements GuestService.
+func (g *Guest) EndFetch(_ context.Context, r *connect.Request[gpuctlv1.EndFetchOfLeaseRequest]) (*connect.Response[gpuctlv1.EndFetchOfLeaseResponse], error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if l := g.leases[r.Msg.GetLease()]; l != nil {
+		l.allowed = nil
+	}
+	return connect.NewResponse(&gpuctlv1.EndFetchOfLeaseResponse{}), nil
+}
+
+// Fetch implements GuestService.
+func (g *Guest) Fetch(_ context.Context, r *connect.Request[gpuctlv1.FetchRequest]) (*connect.Response[gpuctlv1.FetchResponse], error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	l := g.leases[r.Msg.GetLease()]
+	if l == nil || len(r.Msg.GetToken()) != 32 || len(r.Msg.GetPeerCertSha256()) != sha256.Size {
+		return nil, connect.NewError(connect.CodeNotFound, fmt.Errorf("there is no lease %s, or nothing to fetch", r.Msg.GetLease()))
+	}
+	l.fetches = append(l.fetches, proto.CloneOf(r.Msg))
+	return connect.NewResponse(&gpuctlv1.FetchResponse{}), nil
+}
+
+// Allowed returns the token with which another host may fetch from a far executor; nil: none.
+func (g *Guest) Allowed(lease string) []byte {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if l := g.leases[lease]; l != nil {
+		return l.allowed
+	}
+	return nil
+}
+
+// Fetches returns what a far executor was to fetch.
+func (g *Guest) Fetches(lease string) []*gpuctlv1.FetchRequest {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if l := g.leases[lease]; l != nil {
+		return l.fetches
+	}
+	return nil
 }

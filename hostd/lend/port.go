@@ -44,8 +44,14 @@ type Port struct {
 	wg    sync.WaitGroup
 
 	mu       sync.Mutex
-	greeting map[net.Conn]string // connections that have not shown a token, with where they are from
+	greeting map[net.Conn]greeter // connections that have not shown a token
+	admitted uint64
 	closed   bool
+}
+
+type greeter struct {
+	from   string
+	number uint64 // in the order in which they came
 }
 
 // New returns a port. Serve accepts connections.
@@ -56,7 +62,7 @@ func New(c Config) *Port {
 	if c.MostEach == 0 {
 		c.MostEach = mostEach
 	}
-	return &Port{Config: c, quiet: throttle.New(quietFor, time.Now), greeting: map[net.Conn]string{}}
+	return &Port{Config: c, quiet: throttle.New(quietFor, time.Now), greeting: map[net.Conn]greeter{}}
 }
 
 // Number returns the number of the TCP port.
@@ -124,26 +130,54 @@ func from(conn net.Conn) string {
 	return ip.String()
 }
 
+// admit takes a connection. It makes room for it: of those that have not said who they are,
+// the oldest goes. A carrier says so at once, so who is silent keeps nobody out.
 func (p *Port) admit(conn net.Conn) error {
 	who := from(conn)
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	same := 0
+	if p.closed {
+		return net.ErrClosed
+	}
+	count, most := map[string]int{}, who
 	for _, other := range p.greeting {
-		if other == who {
-			same++
+		if count[other.from]++; count[other.from] > count[most] {
+			most = other.from
 		}
 	}
 	switch {
-	case p.closed:
-		return net.ErrClosed
-	case same >= p.MostEach:
-		return fmt.Errorf("%d connections from there have not said who they are", same)
+	case count[who] >= p.MostEach:
+		p.evict(who)
 	case len(p.greeting) >= p.Most:
-		return fmt.Errorf("%d connections have not said who they are", len(p.greeting))
+		p.evict(most)
 	}
-	p.greeting[conn] = who
+	p.admitted++
+	p.greeting[conn] = greeter{who, p.admitted}
 	return nil
+}
+
+// evict closes the oldest silent connection of an address. The caller holds p.mu.
+func (p *Port) evict(who string) {
+	var oldest net.Conn
+	for c, g := range p.greeting {
+		if g.from == who && (oldest == nil || g.number < p.greeting[oldest].number) {
+			oldest = c
+		}
+	}
+	if oldest != nil {
+		_ = oldest.Close()
+		delete(p.greeting, oldest)
+	}
+}
+
+// greeted is called when a connection has shown the token of a lease: it is not evicted any
+// more. It reports whether it was not before.
+func (p *Port) greeted(conn net.Conn) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	_, ok := p.greeting[conn]
+	delete(p.greeting, conn)
+	return ok
 }
 
 func (p *Port) leave(conn net.Conn) {
@@ -163,6 +197,8 @@ func (p *Port) pass(ctx context.Context, conn net.Conn) error {
 		return errors.New("without TLS, which is for carriers of one host")
 	case !p.Expects(preamble.Token[:]):
 		return errors.New("no lease has its token")
+	case !p.greeted(conn):
+		return errors.New("others came before it had said who it is")
 	}
 	tcp, ok := conn.(*net.TCPConn)
 	if !ok {

@@ -14,7 +14,6 @@ import (
 
 	"github.com/gpuctl/gpuctl/guest/handover"
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
-	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -134,27 +133,51 @@ func TestStrangersAreClosed(t *testing.T) {
 	}
 }
 
-// Connections that say nothing keep neither others out, beyond their share, nor memory.
-func TestSilentConnectionsAreLimitedByAddress(t *testing.T) {
-	address, got := start(t, Config{Most: 4, MostEach: 2})
-	var silent []net.Conn
-	for range 2 {
-		c := dial(t, address, []byte{0x47})
-		silent = append(silent, c)
+// However many connections of one address, or of all, say nothing: the oldest of them goes
+// when one more comes, and a carrier gets in at once.
+func TestSilentConnectionsKeepNobodyOut(t *testing.T) {
+	for what, c := range map[string]Config{"one address": {Most: 8, MostEach: 2}, "all": {Most: 2, MostEach: 8}} {
+		t.Run(what, func(t *testing.T) {
+			address, got := start(t, c)
+			oldest := dial(t, address, []byte{0x47})
+			var later []net.Conn
+			for range 4 {
+				later = append(later, dial(t, address, []byte{0x47}))
+			}
+			closed(t, oldest)
+			dial(t, address, preamble(1, false).Append(nil))
+			x := <-got
+			_ = x.conn.Close()
+			closed(t, later[0])
+		})
 	}
-	testkit.Until(t, "a third one is refused", func() error {
-		c := dial(t, address, nil)
-		_, err := c.Read(make([]byte, 1))
-		return testkit.Want(err != nil)
-	})
-	_ = silent[0].Close()
-	testkit.Until(t, "there is room again", func() error {
-		dial(t, address, preamble(1, false).Append(nil))
-		select {
-		case x := <-got:
-			return x.conn.Close()
-		default:
-			return testkit.Want(false)
-		}
-	})
 }
+
+// One address that opens more than all others does not cost these their places.
+func TestTheAddressWithMostSilentConnectionsMakesRoom(t *testing.T) {
+	p := New(Config{Most: 4, MostEach: 3})
+	conn := func(ip string) *addressed { return &addressed{ip: ip} }
+	other := conn("192.0.2.7")
+	flood := []*addressed{conn("198.51.100.1"), conn("198.51.100.1"), conn("198.51.100.1")}
+	for _, c := range append([]*addressed{other}, flood...) {
+		if err := p.admit(c); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := p.admit(conn("203.0.113.5")); err != nil {
+		t.Fatal(err)
+	}
+	if other.closed || !flood[0].closed || flood[1].closed || flood[2].closed {
+		t.Errorf("closed: the other address %v; of the first %v %v %v", other.closed, flood[0].closed, flood[1].closed, flood[2].closed)
+	}
+}
+
+// addressed is a connection from an address.
+type addressed struct {
+	net.Conn
+	ip     string
+	closed bool
+}
+
+func (a *addressed) RemoteAddr() net.Addr { return &net.TCPAddr{IP: net.ParseIP(a.ip), Port: 7} }
+func (a *addressed) Close() error         { a.closed = true; return nil }

@@ -157,6 +157,9 @@ func (k *Keeper) Detach(ctx context.Context, r *gpuctlv1.DetachRequest, report c
 		{Name: "return", What: "forget the part; its claim ends"},
 	}
 	var reasons []*gpuctlv1.Reason
+	if a.moving() {
+		reasons = append(reasons, why("migration", "VM %s is being moved by migration %s: wait for its end, or gpuctl migrations abort %s", m.Name, a.Migration, a.Migration))
+	}
 	if a.Phase != ready && !r.GetUnconfirmed() {
 		reasons = append(reasons, why("running", "VM %s uses it and cannot be asked to release it: shut it down first, or say --unconfirmed", m.Name))
 	}
@@ -185,20 +188,31 @@ func (k *Keeper) release(ctx context.Context, a assignment) error {
 		}
 		p, err := k.Process(ctx, a.GPU)
 		if err == nil {
-			err = p.Detach(ctx, a.ID)
+			err = p.Detach(ctx, a.part())
+		}
+		if err == nil && a.Old != "" {
+			err = p.Detach(ctx, a.Old)
 		}
 		if err != nil {
 			return fmt.Errorf("take %s back from vm %s: %w", a.GPU, a.vm(), err)
 		}
 	}
 	k.mu.Lock()
-	delete(k.seen, a.ID)
+	delete(k.seen, a.part())
 	k.mu.Unlock()
 	if a.Over {
 		return k.drop(a.ID)
 	}
-	a.Phase, a.Domain = ready, 0
+	a.rest()
 	return k.put(a)
+}
+
+// rest is the record of a part whose VM does not run.
+func (a *assignment) rest() {
+	a.Phase, a.Domain, a.Config, a.Old, a.Astray = ready, 0, nil, "", false
+	if !a.Anew { // the migration goes on
+		a.Migration = ""
+	}
 }
 
 // PrepareStart makes sure that a VM's parts can be made when its domain exists. An error
@@ -217,6 +231,31 @@ func (k *Keeper) PrepareStart(ctx context.Context, m vm.VM) error {
 	return nil
 }
 
+// Arrived makes sure that a VM has its parts that has arrived and has not run here yet. An error
+// says why it must not run here; it goes on where it was then.
+func (k *Keeper) Arrived(ctx context.Context, m vm.VM) error {
+	coming := func() []assignment {
+		return k.of(func(a *assignment) bool { return a.UUID == m.UUID && a.comes() })
+	}
+	if len(coming()) == 0 {
+		return nil
+	}
+	err := k.Reconcile(ctx)
+	left := coming()
+	if len(left) == 0 {
+		return nil
+	}
+	domains, look := k.Domains.Of(ctx)
+	if d, runs := domains[m.UUID]; look == nil && (!runs || d.Ran) {
+		return nil // it is not an arrival
+	}
+	err = errors.Join(err, look)
+	if err == nil {
+		err = errors.New("it is not there yet")
+	}
+	return fmt.Errorf("vm %s must not run here: its part of gpu %s: %w: %w", m.Name, left[0].GPU, cards.ErrRefused, err)
+}
+
 // Reconcile compares the record with the domains and with the processes, and makes them
 // agree.
 func (k *Keeper) Reconcile(ctx context.Context) error {
@@ -228,9 +267,11 @@ func (k *Keeper) Reconcile(ctx context.Context) error {
 	}
 	var errs []error
 	has := map[string]server.Status{}
+	silent := map[string]bool{} // GPUs whose process does not answer: what it has is unknown
 	for _, g := range k.GPUs {
 		if err := k.look(ctx, g.Name, has); err != nil {
 			errs = append(errs, err)
+			silent[g.Name] = true
 		}
 	}
 	k.mu.Lock()
@@ -238,6 +279,9 @@ func (k *Keeper) Reconcile(ctx context.Context) error {
 	k.mu.Unlock()
 	for _, a := range k.of(func(*assignment) bool { return true }) {
 		d, runs := domains[a.UUID]
+		if silent[a.GPU] && (a.Phase == attached || a.moving()) && runs {
+			continue // it may have what the VM uses
+		}
 		errs = append(errs, k.settle(ctx, a, d, runs, has))
 	}
 	k.mu.Lock()
@@ -264,7 +308,7 @@ func (k *Keeper) look(ctx context.Context, gpu string, has map[string]server.Sta
 	}
 	for _, st := range all {
 		k.mu.Lock()
-		known := k.parts[st.ID] != nil
+		known := k.knows(st.ID)
 		k.mu.Unlock()
 		if known {
 			has[st.ID] = st
@@ -280,7 +324,15 @@ func (k *Keeper) look(ctx context.Context, gpu string, has map[string]server.Sta
 
 // settle makes one part agree with its VM's domain.
 func (k *Keeper) settle(ctx context.Context, a assignment, d Domain, runs bool, has map[string]server.Status) error {
-	st, exists := has[a.ID]
+	st, exists := has[a.part()]
+	switch {
+	case a.Anew:
+		if ended, err := k.settleAnew(ctx, &a, runs); ended || err != nil {
+			return err
+		}
+	case a.moving():
+		return k.settleMoving(ctx, a, d, runs, st, exists)
+	}
 	switch {
 	case a.Phase == detaching,
 		a.Domain != 0 && (!runs || d.ID != a.Domain),
@@ -315,7 +367,7 @@ func (k *Keeper) settle(ctx context.Context, a assignment, d Domain, runs bool, 
 // start gives the domain of a VM that starts its part. If the domain runs already, it gets
 // none: it has looked for its devices without.
 func (k *Keeper) start(ctx context.Context, a assignment, d Domain) error {
-	if !d.Paused || !d.HVM {
+	if !d.Paused || d.Ran || !d.HVM {
 		return k.late(a, d)
 	}
 	a.Phase, a.Domain, a.Message = attaching, d.ID, ""
@@ -325,11 +377,15 @@ func (k *Keeper) start(ctx context.Context, a assignment, d Domain) error {
 	p, err := k.Process(ctx, a.GPU)
 	if err == nil {
 		err = p.Attach(ctx, server.Part{
-			ID: a.ID, Name: a.Name, Domain: d.ID, Slot: a.Slot, Memory: a.Memory, Weight: a.Weight, Mode: a.Mode, Guest: guestEnd,
+			ID: a.part(), Name: a.Name, Owner: a.UUID, Domain: d.ID, Slot: a.Slot, Memory: a.Memory, Weight: a.Weight, Mode: a.Mode, Guest: guestEnd,
 		})
 	}
+	if errors.Is(err, server.ErrEarly) { // Run looks again soon
+		a.Phase, a.Domain = ready, 0
+		return errors.Join(err, k.put(a))
+	}
 	if err == nil {
-		err = k.stillPaused(ctx, a)
+		err = k.inTime(ctx, a)
 	}
 	if err != nil {
 		a.Message = err.Error()
@@ -351,13 +407,13 @@ func (k *Keeper) start(ctx context.Context, a assignment, d Domain) error {
 // page: Xen knows which pages exist.
 const guestEnd = 1 << 40
 
-// stillPaused returns an error if the domain may have run before its part was there.
-func (k *Keeper) stillPaused(ctx context.Context, a assignment) error {
+// inTime returns an error if the domain has run before its part was there.
+func (k *Keeper) inTime(ctx context.Context, a assignment) error {
 	domains, err := k.Domains.Of(ctx)
 	if err != nil {
 		return err
 	}
-	if d, runs := domains[a.UUID]; !runs || d.ID != a.Domain || !d.Paused {
+	if d, runs := domains[a.UUID]; !runs || d.ID != a.Domain || d.Ran {
 		return errLate
 	}
 	return nil

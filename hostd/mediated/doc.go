@@ -13,6 +13,12 @@
 //	attached   the VM has it
 //	detaching  it is being taken back; repeated after a crash
 //
+// While a migration moves the VM there are also
+//
+//	parked    no command begins; the VM is here, or has left
+//	expected  the VM is to come, and gets the part while its domain is paused
+//	awaiting  it is here, and its accesses wait until the contents are, too
+//
 // Each is recorded before the work for it begins. What is true is asked of Xen (which
 // domain a VM has) and of the GPU's process (which domain has a part).
 //

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"slices"
 	"strings"
@@ -33,6 +34,7 @@ type Domain struct {
 	ID     uint16
 	Paused bool
 	HVM    bool
+	Ran    bool // one of its vCPUs has run
 }
 
 // Domains asks the hypervisor.
@@ -51,6 +53,12 @@ type Process interface {
 	Attach(ctx context.Context, p server.Part) error
 	Detach(ctx context.Context, id string) error
 	List(ctx context.Context) ([]server.Status, error)
+
+	Park(ctx context.Context, id string) (config []byte, err error)
+	Save(ctx context.Context, id string, w io.Writer) error
+	Restore(ctx context.Context, id string, from io.Reader) error
+	Give(ctx context.Context, id, seal string) error
+	Resume(ctx context.Context, id string) error
 }
 
 // Cluster assigns parts to claims.
@@ -70,6 +78,13 @@ type Config struct {
 	// Process returns the process that has a GPU, after starting it if none has.
 	Process func(ctx context.Context, gpu string) (Process, error)
 	Cluster Cluster
+	// Over returns whether a migration has ended, and whether the VM belongs to this host
+	// then. nil: there are no migrations.
+	Over func(ctx context.Context, migration string) (over, here bool)
+	// List gets the UUIDs of the VMs that have parts, and of those of them that are to arrive,
+	// sorted, whenever they change: while hostd does not run, the hook refuses to start them, or
+	// to let them run. nil: nobody wants them.
+	List func(have, arrive []string) error
 	// Changed is sent to when domains come and go; nil: nobody does.
 	Changed <-chan struct{}
 	// Event records an event about a GPU for the operator.
@@ -77,6 +92,7 @@ type Config struct {
 	Now   func() time.Time
 	Log   *slog.Logger
 	Every time.Duration // between looks at everything; 0: 10 s
+	Soon  time.Duration // the same while a VM is to arrive or its domain is being made; 0: 500 ms
 }
 
 // Keeper manages mediated GPUs. It is safe for concurrent use.
@@ -102,6 +118,9 @@ func New(c Config) (*Keeper, error) {
 	if c.Every == 0 {
 		c.Every = 10 * time.Second
 	}
+	if c.Soon == 0 {
+		c.Soon = 500 * time.Millisecond
+	}
 	k := &Keeper{
 		Config: c, wake: make(chan struct{}, 1), parts: map[string]*assignment{}, claiming: map[string]bool{},
 		health: map[string]string{}, seen: map[string]server.Status{},
@@ -113,7 +132,27 @@ func New(c Config) (*Keeper, error) {
 	for _, a := range all {
 		k.parts[a.ID] = a
 	}
+	k.list()
 	return k, nil
+}
+
+// list tells which VMs have parts. The caller holds k.mu, or nobody else has k yet.
+func (k *Keeper) list() {
+	if k.List == nil {
+		return
+	}
+	var have, arrive []string
+	for _, a := range k.parts {
+		have = append(have, a.UUID)
+		if a.comes() {
+			arrive = append(arrive, a.UUID)
+		}
+	}
+	slices.Sort(have)
+	slices.Sort(arrive)
+	if err := k.List(slices.Compact(have), slices.Compact(arrive)); err != nil {
+		k.Log.Error("the hook does not know which VMs have parts of mediated GPUs", "err", err)
+	}
 }
 
 // Has reports whether a name is that of a mediated GPU of this host.
@@ -245,7 +284,7 @@ func (k *Keeper) Cards() (out []*gpuctlv1.Card) {
 
 func (k *Keeper) slice(a assignment) *gpuctlv1.Slice {
 	k.mu.Lock()
-	st, seen := k.seen[a.ID]
+	st, seen := k.seen[a.part()]
 	k.mu.Unlock()
 	s := &gpuctlv1.Slice{
 		Id: a.ID, Profile: a.Profile, Kind: state.KindMediated, Phase: phases()[a.Phase], Machine: a.UUID, MachineName: a.Name, Claim: a.Claim,
@@ -274,7 +313,7 @@ func (k *Keeper) Statuses() map[string][]server.Status {
 	out := map[string][]server.Status{}
 	for _, a := range k.of(func(*assignment) bool { return true }) {
 		k.mu.Lock()
-		if st, seen := k.seen[a.ID]; seen {
+		if st, seen := k.seen[a.part()]; seen {
 			out[a.GPU] = append(out[a.GPU], st)
 		}
 		k.mu.Unlock()
@@ -335,25 +374,36 @@ func (k *Keeper) Kick() {
 // Run looks at everything at once, whenever domains come or go, and from time to time,
 // until ctx ends.
 func (k *Keeper) Run(ctx context.Context) {
-	tick := time.NewTicker(k.Every)
-	defer tick.Stop()
+	timer := time.NewTimer(k.Every)
+	defer timer.Stop()
 	said := ""
 	for {
-		switch err := k.Reconcile(ctx); {
+		err := k.Reconcile(ctx)
+		switch {
 		case err == nil:
 			said = ""
 		case ctx.Err() == nil && err.Error() != said: // not each time
 			said = err.Error()
 			k.Log.Warn("mediated gpus not reconciled", "err", err)
 		}
+		timer.Reset(k.pause(err))
 		select {
 		case <-ctx.Done():
 			return
-		case <-tick.C:
+		case <-timer.C:
 		case <-k.wake:
 		case <-k.Changed:
 		}
 	}
+}
+
+// pause is how long Run waits after a look with a result. Xen's store tells of a domain only when
+// it is complete; a VM that arrives has its domain long before that.
+func (k *Keeper) pause(err error) time.Duration {
+	if errors.Is(err, server.ErrEarly) || len(k.of((*assignment).comes)) > 0 {
+		return min(k.Soon, k.Every)
+	}
+	return k.Every
 }
 
 func newID() string { return "mgpu-" + random.Hex(8) }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"path/filepath"
 	"strings"
@@ -27,6 +28,8 @@ type world struct {
 	parts   map[string]server.Status // of the GPU's process
 	claims  map[string]bool
 	events  []string
+	listed  []string         // for the hook
+	arrive  []string         // the same
 	fail    map[string]error // by call
 	onDo    func(call string)
 	k       *Keeper
@@ -53,6 +56,7 @@ func (w *world) restart() {
 		GPUs: []GPU{{"soft0", server.Model{Memory: 16 << 20, Parts: 2, Policy: timeshare.Fair}}},
 		File: w.file, Domains: w, VMs: w, Cluster: w, Log: slog.New(slog.DiscardHandler),
 		Process: func(context.Context, string) (Process, error) { return w, w.call("process") },
+		List:    func(have, arrive []string) error { w.listed, w.arrive = have, arrive; return w.fail["list file"] },
 		Event:   func(_, kind, message string) { w.events = append(w.events, kind+": "+message) },
 	})
 	if err != nil {
@@ -131,6 +135,13 @@ func (w *world) List(context.Context) (out []server.Status, err error) {
 	}
 	return out, w.call("list")
 }
+
+// The moves of parts are tested with a real process (move_test.go).
+func (w *world) Park(context.Context, string) ([]byte, error)     { return nil, errors.New("no move") }
+func (w *world) Save(context.Context, string, io.Writer) error    { return errors.New("no move") }
+func (w *world) Restore(context.Context, string, io.Reader) error { return errors.New("no move") }
+func (w *world) Give(context.Context, string, string) error       { return errors.New("no move") }
+func (w *world) Resume(context.Context, string) error             { return errors.New("no move") }
 
 func (w *world) give(vm string) {
 	w.t.Helper()
@@ -228,17 +239,42 @@ func TestDomainThatRanFirstGetsNothing(t *testing.T) {
 	if w.reconcile(); len(w.events) != n {
 		t.Errorf("events %v", w.events)
 	}
+	// It ran, and was paused again.
+	w = newWorld(t)
+	w.give("web")
+	w.domains["uuid-web"] = Domain{ID: 5, Paused: true, HVM: true, Ran: true}
+	if w.reconcile(); w.phase() != "ready" || len(w.parts) != 0 || !w.said("NotAttached") {
+		t.Errorf("paused again: phase %s, parts %v, events %v", w.phase(), w.parts, w.events)
+	}
 	// It begins to run between the look and the server.
 	w = newWorld(t)
 	w.give("web")
 	w.domains["uuid-web"] = Domain{ID: 5, Paused: true, HVM: true}
 	w.onDo = func(call string) {
 		if call == "attach" {
-			w.domains["uuid-web"] = Domain{ID: 5, HVM: true}
+			w.domains["uuid-web"] = Domain{ID: 5, HVM: true, Ran: true}
 		}
 	}
 	if err := w.k.Reconcile(t.Context()); !errors.Is(err, errLate) || len(w.parts) != 0 || w.phase() != "ready" || !w.said("NotAttached") {
 		t.Errorf("%v, phase %s, parts %v", err, w.phase(), w.parts)
+	}
+}
+
+// TestDomainThatIsBeingMade gets its part when it has its vCPUs, and nobody is told before.
+func TestDomainThatIsBeingMade(t *testing.T) {
+	w := newWorld(t)
+	w.give("web")
+	w.domains["uuid-web"] = Domain{ID: 5, Paused: true, HVM: true}
+	w.fail["attach"] = fmt.Errorf("vCPU 0: %w", server.ErrEarly)
+	for range 2 {
+		err := w.k.Reconcile(t.Context())
+		if !errors.Is(err, server.ErrEarly) || w.k.pause(err) != w.k.Soon || w.phase() != "ready" || w.said("NotAttached") {
+			t.Errorf("%v, looks again in %v, phase %s, events %v", err, w.k.pause(err), w.phase(), w.events)
+		}
+	}
+	delete(w.fail, "attach")
+	if w.reconcile(); w.phase() != "attached" || w.k.pause(nil) != w.k.Every {
+		t.Errorf("phase %s, looks again in %v", w.phase(), w.k.pause(nil))
 	}
 }
 
@@ -433,4 +469,38 @@ func FuzzRecord(f *testing.F) {
 			}
 		}
 	})
+}
+
+// TestSilentProcessIsNotTakenForALoss: nobody knows what it has, and a VM's part may work.
+func TestSilentProcessIsNotTakenForALoss(t *testing.T) {
+	for _, call := range []string{"process", "list"} {
+		w := newWorld(t)
+		w.give("web")
+		w.domains["uuid-web"] = Domain{ID: 5, Paused: true, HVM: true}
+		w.reconcile()
+		w.fail[call] = errors.New("it does not answer")
+		if err := w.k.Reconcile(t.Context()); err == nil {
+			t.Errorf("%s: nobody was told", call)
+		}
+		if w.phase() != "attached" || w.said("PartLost") || w.slices()[0].GetMessage() != "" {
+			t.Errorf("%s: %s, events %v", call, w.phase(), w.events)
+		}
+	}
+}
+
+// TestHookKnowsVMsWithParts, also when hostd was just started.
+func TestHookKnowsVMsWithParts(t *testing.T) {
+	w := newWorld(t)
+	if len(w.listed) != 0 {
+		t.Errorf("listed %v", w.listed)
+	}
+	w.give("web")
+	w.listed = nil
+	w.restart()
+	if len(w.listed) != 1 || w.listed[0] != "uuid-web" {
+		t.Errorf("listed %v", w.listed)
+	}
+	if err := w.k.Detach(t.Context(), &gpuctlv1.DetachRequest{Machine: "web"}, func(*gpuctlv1.DeviceUpdate) {}); err != nil || len(w.listed) != 0 {
+		t.Errorf("%v, listed %v", err, w.listed)
+	}
 }

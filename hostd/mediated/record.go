@@ -21,14 +21,23 @@ const (
 	attaching phase = "attaching"
 	attached  phase = "attached"
 	detaching phase = "detaching"
+
+	// Of a VM that moves.
+	parked   phase = "parked"   // its commands wait here; the VM is here, or has left
+	expected phase = "expected" // the VM is to come
+	awaiting phase = "awaiting" // the VM's domain has the part, and its accesses wait for the contents
 )
 
 func phases() map[phase]gpuctlv1.CardPhase {
 	return map[phase]gpuctlv1.CardPhase{
 		ready: gpuctlv1.CardPhase_CARD_PHASE_READY, attaching: gpuctlv1.CardPhase_CARD_PHASE_ATTACHING,
 		attached: gpuctlv1.CardPhase_CARD_PHASE_ATTACHED, detaching: gpuctlv1.CardPhase_CARD_PHASE_DETACHING,
+		parked: gpuctlv1.CardPhase_CARD_PHASE_ATTACHED, expected: gpuctlv1.CardPhase_CARD_PHASE_RESERVED, awaiting: gpuctlv1.CardPhase_CARD_PHASE_ATTACHING,
 	}
 }
+
+// moves reports whether a phase is one of a VM that moves.
+func (p phase) moves() bool { return p == parked || p == expected || p == awaiting }
 
 // assignment is the record of a part that a VM has or is to get. It is never modified: a
 // change replaces it.
@@ -48,7 +57,29 @@ type assignment struct {
 	Over    bool   `json:"over,omitempty"`   // detaching: it is given back, not kept for the next start
 	Message string `json:"message,omitempty"`
 	Since   int64  `json:"since"` // Unix milliseconds
+
+	// While its VM moves:
+	Migration string `json:"migration,omitempty"`
+	Config    []byte `json:"config,omitempty"` // the function's configuration space when it was parked
+	Serial    int    `json:"serial,omitempty"` // how often a domain of the VM has come here: part of the part's id
+	Old       string `json:"old,omitempty"`    // id of the part of the domain that was here before, which may have the contents
+	Anew      bool   `json:"anew,omitempty"`   // the VM is ended, and started anew on another host
+	Astray    bool   `json:"astray,omitempty"` // the VM has run here without it, so what it has written there is nowhere
 }
+
+// part is the id that the part has in the GPU's process.
+func (a *assignment) part() string {
+	if a.Serial == 0 {
+		return a.ID
+	}
+	return fmt.Sprintf("%s.%d", a.ID, a.Serial)
+}
+
+// comes reports whether the VM is to arrive, and has not been here without the part.
+func (a *assignment) comes() bool { return a.Phase == expected && !a.Astray }
+
+// moving reports whether the VM moves.
+func (a *assignment) moving() bool { return a.Migration != "" }
 
 func (a *assignment) vm() string { return cmp.Or(a.Name, a.UUID) }
 
@@ -106,7 +137,7 @@ func decodeRecord(data []byte) ([]*assignment, error) {
 	ids, slots := map[string]bool{}, map[string]bool{}
 	for _, a := range r.Assignments {
 		if a == nil || a.ID == "" || a.GPU == "" || a.UUID == "" || a.Claim == "" || a.Memory == 0 || a.Slot < 1 || a.Slot > 31 || phases()[a.Phase] == 0 ||
-			(a.Phase == attaching || a.Phase == attached) && a.Domain == 0 {
+			(a.Phase == attaching || a.Phase == attached || a.Phase == awaiting || a.Phase == parked) && a.Domain == 0 || !a.moving() && a.Phase.moves() {
 			return nil, errors.New("an entry makes no sense")
 		}
 		slot := fmt.Sprintf("%s %d", a.UUID, a.Slot)
@@ -129,7 +160,11 @@ func (k *Keeper) save() error {
 	if err != nil {
 		return err
 	}
-	return durable.Replace(k.File, append(data, '\n'), 0o600)
+	if err := durable.Replace(k.File, append(data, '\n'), 0o600); err != nil {
+		return err
+	}
+	k.list()
+	return nil
 }
 
 // put records an assignment before the work for it begins. If that fails, the previous

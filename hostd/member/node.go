@@ -190,7 +190,7 @@ func (n *Node) trust() pki.Trust {
 
 // client returns a client for other hosts.
 func (n *Node) client(trust pki.Trust) *http.Client {
-	return remote.HostClient(func(address string) *tls.Config { return trust.ClientConfig(n.expect(address)) })
+	return remote.HostClient(func(address string) *tls.Config { return trust.ClientConfig(n.expect(address)) }, n.Timing.Ping)
 }
 
 // expect returns the id of the host that is reached at an address. Another host of the

@@ -95,8 +95,12 @@ func (n *Node) reportOnce(ctx context.Context, m *membership) error {
 	if n.LendAddress != nil && n.Config.Lender != nil {
 		h.LendAddress = n.LendAddress(m.Address)
 	}
-	own := make([]*clusterv1.GPU, len(gpus))
-	for i, g := range gpus {
+	v := m.store.State().View()
+	own := make([]*clusterv1.GPU, 0, len(gpus))
+	for _, g := range gpus {
+		if g.GetServer() != "" && v.Protocol() < state.ProtocolService {
+			continue // some host would not know what it is
+		}
 		g = proto.CloneOf(g)
 		g.Host, g.Id, g.Present = m.Host, m.id(g.GetName()), true
 		// The state has these values where a report leaves them out.
@@ -104,9 +108,8 @@ func (n *Node) reportOnce(ctx context.Context, m *membership) error {
 			g.Limits = &gpuctlv1.Limits{}
 		}
 		g.Health = cmp.Or(g.GetHealth(), clusterv1.Health_HEALTH_OK)
-		own[i] = g
+		own = append(own, g)
 	}
-	v := m.store.State().View()
 	if reported(v, h, own) {
 		return nil
 	}

@@ -198,6 +198,63 @@ func (n *Node) GiveBack(ctx context.Context, host, lease string) error {
 	return nil
 }
 
+// AllowFetch lets the far executor of another lease fetch from that of a lease of a host.
+func (n *Node) AllowFetch(ctx context.Context, host string, r *clusterv1.AllowFetchRequest) (*clusterv1.AllowFetchResponse, error) {
+	ctx, cancel := context.WithTimeout(ctx, attempt)
+	defer cancel()
+	_, address, err := n.peerOf(host)
+	if err != nil {
+		return nil, err
+	}
+	res, err := n.Peer(address).AllowFetch(ctx, connect.NewRequest(r))
+	if err != nil {
+		return nil, fmt.Errorf("host %s lets nobody fetch contents: %w", host, clusterapi.Uncoded(err))
+	}
+	return res.Msg, nil
+}
+
+// EndFetch is the undo of AllowFetch.
+func (n *Node) EndFetch(ctx context.Context, host, lease string) error {
+	ctx, cancel := context.WithTimeout(ctx, attempt)
+	defer cancel()
+	_, address, err := n.peerOf(host)
+	if err != nil {
+		return err
+	}
+	if _, err := n.Peer(address).EndFetch(ctx, connect.NewRequest(&clusterv1.EndFetchRequest{Lease: lease})); err != nil {
+		return fmt.Errorf("end the fetch from lease %s of host %s: %w", lease, host, clusterapi.Uncoded(err))
+	}
+	return nil
+}
+
+// Fetch makes the far executor of a lease of a host connect to that of another host.
+func (n *Node) Fetch(ctx context.Context, host string, r *clusterv1.FetchRequest) error {
+	ctx, cancel := context.WithTimeout(ctx, lendFor) // its far executor may still load its runtime
+	defer cancel()
+	_, address, err := n.peerOf(host)
+	if err != nil {
+		return err
+	}
+	if _, err := n.Peer(address).Fetch(ctx, connect.NewRequest(r)); err != nil {
+		return fmt.Errorf("host %s does not fetch contents from host %s: %w", host, r.GetHost(), clusterapi.Uncoded(err))
+	}
+	return nil
+}
+
+// LendsAt returns the address at which carriers reach a host's GPUs. It is an error if that
+// host lends none.
+func (n *Node) LendsAt(host string) (string, error) {
+	v := n.View()
+	if v == nil {
+		return "", clusterapi.ErrNotJoined
+	}
+	a := v.Host(host).GetLendAddress()
+	if a == "" {
+		return "", reason.Errorf(reason.NotFound, "host %.64s lends no GPU, or there is no such host", host).On("host", host)
+	}
+	return a, nil
+}
+
 // Assigned returns how much of each of this host's GPUs the log has assigned to a claim of
 // another host (bytes; 0: whole GPUs). With now it reads everything that is committed,
 // otherwise what this host has applied. The error wraps ErrNotAssigned if any of them is
@@ -237,6 +294,30 @@ func (n *Node) Assigned(ctx context.Context, claim, borrower string, gpus []stri
 		return 0, reason.Detail(fmt.Errorf("claim %s: %w: its token is %d, not %d", claim, ErrNotAssigned, highest, token)).On("claim", claim)
 	}
 	return amount, nil
+}
+
+// TokenOf returns the highest fencing token of a claim's assignments, of everything that is
+// committed. The error wraps ErrNotAssigned if it has none.
+func (n *Node) TokenOf(ctx context.Context, claim string) (token uint64, err error) {
+	ctx, cancel := context.WithTimeout(ctx, attempt)
+	defer cancel()
+	m, err := n.membership()
+	if err != nil {
+		return 0, err
+	}
+	v, err := m.store.Read(ctx, false)
+	if err != nil {
+		return 0, err
+	}
+	for as := range v.AssignmentsOfClaim(claim) {
+		if as.GetResidence() != releasing {
+			token = max(token, as.GetToken())
+		}
+	}
+	if token == 0 {
+		return 0, reason.Detail(fmt.Errorf("claim %s: %w", claim, ErrNotAssigned)).On("claim", claim)
+	}
+	return token, nil
 }
 
 // Link returns what is known of the network from this host to another one; nil: nothing.

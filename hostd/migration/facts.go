@@ -45,7 +45,13 @@ func (m *Manager) plan(ctx context.Context, r *gpuctlv1.MachinePlanRequest, uuid
 		model.Learn(one)
 	}
 	hosts := m.hosts(ctx, v, res.Msg)
-	want := migrate.Request{Verb: migrate.Verb(r.GetVerb()), To: r.GetTo(), Deadline: time.Duration(r.GetDeadlineMs()) * time.Millisecond, Cold: r.GetForceCold()}
+	if live := migrate.Live(r.GetLive()); live != migrate.LiveNever && len(facts.GPUs) > 0 {
+		m.far(ctx, v, &facts, live)
+	}
+	want := migrate.Request{Verb: migrate.Verb(r.GetVerb()), To: r.GetTo(), Deadline: time.Duration(r.GetDeadlineMs()) * time.Millisecond, Cold: r.GetForceCold(), Live: migrate.Live(r.GetLive())}
+	if r.GetWait() && want.To == "" && want.Verb == migrate.Migrate && len(facts.GPUs) > 0 {
+		want.To = facts.GPUs[0]
+	}
 	return migrate.Make(want, facts, hosts, model), res.Msg, nil
 }
 
@@ -65,10 +71,13 @@ func vmFacts(host string, f *gpuctlv1.SiteMachineFacts) migrate.VMFacts {
 		Info: vm.Info{
 			VM: vm.VM{UUID: f.GetUuid(), Name: f.GetName()}, State: f.GetState(), Type: f.GetType(), Memory: f.GetMemory(), Persistent: f.GetPersistent(),
 		},
-		Host: host, Passthrough: f.GetPassthrough(), OtherDevices: f.GetOtherDevices(), GPUs: f.GetGpus(), AgentError: f.GetAgentError(),
+		Host: host, Passthrough: f.GetPassthrough(), OtherDevices: f.GetOtherDevices(), GPUs: f.GetGpus(), AgentError: f.GetAgentError(), Unlocked: f.GetUnlocked(), Serves: f.GetServes(),
 	}
 	for _, d := range f.GetDisks() {
 		out.Disks = append(out.Disks, migrate.Disk{Path: d.GetPath(), ReadOnly: d.GetReadOnly()})
+	}
+	for _, p := range f.GetParts() {
+		out.Parts = append(out.Parts, migrate.PartFacts{GPU: p.GetGpu(), Memory: p.GetMemory(), Channels: p.GetChannels()})
 	}
 	if !f.GetAgent() {
 		return out
@@ -179,7 +188,10 @@ func (m *Manager) host(ctx context.Context, v *state.View, h *migrate.HostFacts,
 		return nil, err
 	}
 	h.Hypervisor, h.FreeMemory, h.Missing, h.Link, h.CPU = res.Msg.GetHypervisor(), res.Msg.GetFreeMemory(), res.Msg.GetMissing(), res.Msg.GetLink(), res.Msg.GetCpu()
-	h.LockManager = res.Msg.GetLockManager()
+	h.LockManager, h.LockManagerError = res.Msg.GetLockManager(), res.Msg.GetLockManagerError()
+	for _, p := range res.Msg.GetPartRoom() {
+		h.PartRoom = append(h.PartRoom, migrate.PartRoom{GPU: p.GetGpu(), Memory: p.GetMemory(), Channels: p.GetChannels(), Free: p.GetFree()})
+	}
 	h.Keep, h.Keeps = res.Msg.GetKeep(), res.Msg.GetKeeps()
 	for _, card := range res.Msg.GetCards() {
 		g := v.GPU(card.GetGpu())
@@ -225,6 +237,7 @@ func planProto(p *migrate.Plan) *gpuctlv1.MachinePlanResponse {
 	if out.Cold = p.Cold; p.Cold {
 		out.WarmReasons = p.Warm.Reasons
 	}
+	out.Live = liveProto(p.Live)
 	for _, c := range p.Candidates {
 		one := &gpuctlv1.MachineCandidate{
 			Host: c.Host, Gpu: c.GPU.ID, Model: c.GPU.Model, PredictedNs: int64(c.Cost.Total), PredictedStopNs: int64(c.Cost.Stop), Bytes: c.Cost.Bytes,

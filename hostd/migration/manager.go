@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	"connectrpc.com/connect"
 	"google.golang.org/protobuf/proto"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
@@ -16,6 +17,7 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
+	"github.com/gpuctl/gpuctl/internal/excerpt"
 	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/migrate"
 )
@@ -45,6 +47,8 @@ type Config struct {
 	Most  int // most migrations from or to one host at a time; 0: 2
 	Log   *slog.Logger
 	Every time.Duration // time between two searches for migrations without a driver; 0: 2 s
+	// Rehearse lets the CUDA programs of a VM of this host go through it.
+	Rehearse func(ctx context.Context, uuid, name string, patience time.Duration, send func(*gpuctlv1.OperationUpdate) error) error
 	// Before is migrate.Config.Before, for tests.
 	Before func(step string, undo bool) error
 }
@@ -121,8 +125,10 @@ func (m *Manager) Pending(ctx context.Context, id string) bool {
 	return r != nil && !over(r)
 }
 
-// readTimeout limits the time that Read may take.
-const readTimeout = 5 * time.Second
+const (
+	readTimeout = 5 * time.Second  // for Read
+	endTimeout  = 30 * time.Second // for a host to end what computes for a VM
+)
 
 // Ended reports whether a migration has ended, and whether this host knows it.
 func (m *Manager) Ended(id string) (ended, known bool) {
@@ -164,25 +170,85 @@ func (m *Manager) Away(ctx context.Context) map[string]string {
 	return out
 }
 
-// Party returns an error if another host must not exchange states of a VM with this one:
-// the record of a running migration must name both hosts.
-func (m *Manager) Party(machine *gpuctlv1.SiteMachine, other string) error {
-	self := m.Node.HostName()
+// Moves reports whether a migration of a VM has not ended, or whether that is unknown now.
+func (m *Manager) Moves(ctx context.Context, uuid string) bool {
+	ctx, cancel := context.WithTimeout(ctx, readTimeout)
+	defer cancel()
+	v, err := m.Node.Read(ctx)
+	if err != nil {
+		return true
+	}
+	for r := range v.Migrations() {
+		if r.GetMachine().GetUuid() == uuid && !over(r) {
+			return true
+		}
+	}
+	return false
+}
+
+// MovedTo returns where the last migration of a VM has taken it, as far as is known here;
+// empty: none, or that one is not done.
+func (m *Manager) MovedTo(uuid string) string {
+	v := m.Node.View()
+	if v == nil {
+		return ""
+	}
+	var last *clusterv1.Migration
+	for r := range v.Migrations() {
+		// Compare tokens, which grow with the log. The clocks of hosts may differ.
+		if r.GetMachine().GetUuid() == uuid && (last == nil || r.GetToken() > last.GetToken()) {
+			last = r
+		}
+	}
+	if last.GetState() != clusterv1.MigrationState_MIGRATION_STATE_DONE {
+		return ""
+	}
+	return last.GetMachine().GetToHost()
+}
+
+// running returns the record of a VM's migration, which has not ended.
+func (m *Manager) running(machine *gpuctlv1.SiteMachine) (*clusterv1.Migration, error) {
 	var r *clusterv1.Migration
 	if v := m.Node.View(); v != nil {
 		r = v.Migration(machine.GetMigration())
 	}
-	move := r.GetMachine()
 	switch {
 	case r == nil:
-		return fmt.Errorf("%w: migration %q of VM %s is not known on host %s yet", migrate.ErrUnreachable, machine.GetMigration(), machine.GetName(), self)
-	case over(r) || move.GetUuid() != machine.GetUuid():
-		return fmt.Errorf("migration %s of VM %s: it does not run, or is another VM's", r.GetId(), machine.GetName())
-	case self == move.GetFromHost() && other == move.GetToHost(), other == move.GetFromHost() && self == move.GetToHost():
+		return nil, fmt.Errorf("%w: migration %q of VM %s is not known on host %s yet", migrate.ErrUnreachable, machine.GetMigration(), machine.GetName(), m.Node.HostName())
+	case over(r) || r.GetMachine().GetUuid() != machine.GetUuid():
+		return nil, fmt.Errorf("migration %s of VM %s: it does not run, or is another VM's", r.GetId(), machine.GetName())
+	}
+	return r, nil
+}
+
+// Party returns an error if another host must not exchange states of a VM with this one:
+// the record of a running migration must name both hosts.
+func (m *Manager) Party(machine *gpuctlv1.SiteMachine, other string) error {
+	r, err := m.running(machine)
+	if err != nil {
+		return err
+	}
+	self, move := m.Node.HostName(), r.GetMachine()
+	if self == move.GetFromHost() && other == move.GetToHost() || other == move.GetFromHost() && self == move.GetToHost() {
 		return nil
 	}
 	// The driver may have changed the destination a moment ago.
 	return fmt.Errorf("%w: migration %s of VM %s is not between hosts %s and %s, as far as is known on %s", migrate.ErrUnreachable, r.GetId(), machine.GetName(), self, other, self)
+}
+
+// Borrows returns an error unless the record of a running migration of the VM names this GPU
+// and claim for its applications, and borrower, if it is not empty, is one of its hosts.
+func (m *Manager) Borrows(machine *gpuctlv1.SiteMachine, gpu, claim, borrower string) error {
+	r, err := m.running(machine)
+	if err != nil {
+		return err
+	}
+	self, move := m.Node.HostName(), r.GetMachine()
+	if move.GetFarGpu() != gpu || move.GetFarClaim() != claim || borrower != "" && borrower != move.GetFromHost() && borrower != move.GetToHost() {
+		// The driver may have changed the destination a moment ago.
+		return fmt.Errorf("%w: migration %s of VM %s does not borrow %s by claim %s for host %s, as far as is known on %s", migrate.ErrUnreachable, r.GetId(), machine.GetName(), gpu, claim, borrower, self)
+	}
+	return nil
 }
 
 func over(r *clusterv1.Migration) bool {
@@ -321,13 +387,22 @@ func (m *Manager) begin(r *clusterv1.Migration) *watched {
 		},
 	})
 	m.work.Go(func() {
+		known := len(r.GetMachine().GetLost())
 		last, err := runner.Run(ctx, r)
 		p, left := progress(last, 0, 0), false
+		if len(last.GetMachine().GetLost()) > known {
+			m.Node.Note(&clusterv1.Event{Kind: clusterv1.Kind_KIND_MIGRATION, Object: last.GetId(), Type: "MigrationSessionsLost", Message: excerpt.Of(migrate.LostWords(last.GetMachine()), 1024)})
+		}
 		switch {
 		case err == nil && last.GetMachine().GetTwice():
 			m.Node.Note(&clusterv1.Event{Kind: clusterv1.Kind_KIND_MIGRATION, Object: last.GetId(), Type: "MachineOnTwoHosts", Message: last.GetMessage()})
 			p.End = endOf(last)
+			m.distrust(ctx, last.GetMachine())
 			m.Log.Error("a VM runs on two hosts", "migration", r.GetId(), "machine", r.GetMachine().GetName(), "message", last.GetMessage())
+		case err == nil && last.GetMachine().GetKeptOn() != "":
+			m.Node.Note(&clusterv1.Event{Kind: clusterv1.Kind_KIND_MIGRATION, Object: last.GetId(), Type: "MachineKept", Message: last.GetMessage()})
+			p.End = endOf(last)
+			m.Log.Error("libvirt keeps a copy of a VM from running", "migration", r.GetId(), "machine", r.GetMachine().GetName(), "host", last.GetMachine().GetKeptOn(), "message", last.GetMessage())
 		case err != nil:
 			p.Message, left = fmt.Sprintf("not driven here any more: %v", err), true
 			m.Log.Warn("migration is not driven here any more", "migration", r.GetId(), "err", err)
@@ -346,8 +421,34 @@ func (m *Manager) begin(r *clusterv1.Migration) *watched {
 	return w
 }
 
-// endOf returns the state of a migration as a word in lower case.
+// distrust ends the remote GPU that a VM has lastingly, if it runs twice: both copies have
+// used its far executors, so nobody knows whose results these have. What fails is left to
+// the host that lends, which refuses the second copy, and to the operator.
+func (m *Manager) distrust(ctx context.Context, move *clusterv1.MachineMove) {
+	v := m.Node.View()
+	if v == nil {
+		return
+	}
+	claim := endpoint.LastingClaim(move.GetUuid())
+	for as := range v.AssignmentsOfClaim(claim) {
+		call, cancel := context.WithTimeout(ctx, endTimeout)
+		c, err := m.Node.Site(as.GetHost())
+		if err == nil {
+			_, err = c.EndLend(call, connect.NewRequest(&gpuctlv1.SiteLendRequest{
+				Machine: &gpuctlv1.SiteMachine{Uuid: move.GetUuid(), Name: move.GetName()}, Gpu: as.GetGpu(), Claim: claim,
+			}))
+		}
+		cancel()
+		m.Log.Error("the remote GPU of a VM that runs twice is taken from it, as both copies have used it", "machine", move.GetName(), "gpu", as.GetGpu(), "err", err)
+	}
+}
+
+// endOf returns the state of a migration as a word in lower case. One that is held because
+// an operator wants that is waiting.
 func endOf(r *clusterv1.Migration) string {
+	if migrate.Waiting(r) {
+		return "waiting"
+	}
 	return strings.ToLower(strings.TrimPrefix(r.GetState().String(), "MIGRATION_STATE_"))
 }
 
@@ -367,6 +468,7 @@ func progress(r *clusterv1.Migration, done, total uint64) *gpuctlv1.MachineProgr
 	p := &gpuctlv1.MachineProgress{
 		Id: r.GetId(), Step: r.GetStep(), BytesDone: done, BytesTotal: total, Gpu: r.GetMachine().GetToGpu(), Message: r.GetMessage(),
 		StoppedNs: r.GetStoppedNs(), PredictedNs: r.GetMachine().GetPredictedNs(),
+		Lost: r.GetMachine().GetLost(), LostUnknown: r.GetMachine().GetLostUnknown(),
 	}
 	if r.GetState() == clusterv1.MigrationState_MIGRATION_STATE_HELD {
 		p.Next = "gpuctl migrations resume " + r.GetId() // the message says with which options

@@ -66,7 +66,7 @@ func putter(t *testing.T, s *state.Store) func(*clusterv1.Migration) *clusterv1.
 	return func(m *clusterv1.Migration) *clusterv1.Migration {
 		t.Helper()
 		index++
-		res := s.Apply(index, &clusterv1.Command{Version: 1, Op: &clusterv1.Command_PutMigration{PutMigration: &clusterv1.PutMigration{Migration: m}}})
+		res := s.Apply(index, &clusterv1.Command{Version: state.ProtocolLive, Op: &clusterv1.Command_PutMigration{PutMigration: &clusterv1.PutMigration{Migration: m}}})
 		if res.GetOutcome() != clusterv1.Outcome_OUTCOME_OK {
 			t.Fatal(res)
 		}

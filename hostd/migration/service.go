@@ -17,6 +17,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/random"
 	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/suggest"
+	"github.com/gpuctl/gpuctl/migrate"
 )
 
 // Service implements MigrationService.
@@ -57,6 +58,12 @@ func (m *Manager) find(ctx context.Context, r *gpuctlv1.MachinePlanRequest) (*gp
 func check(r *gpuctlv1.MachinePlanRequest) error {
 	if !slices.Contains([]string{"migrate", "upgrade", "downgrade"}, r.GetVerb()) {
 		return reason.Coded(reason.Errorf(reason.Invalid, "verb %q is not migrate, upgrade or downgrade", r.GetVerb()))
+	}
+	if !slices.Contains([]migrate.Live{migrate.LiveAuto, migrate.LiveAlways, migrate.LiveNever}, migrate.Live(r.GetLive())) {
+		return reason.Coded(reason.Errorf(reason.Invalid, "live %.40q is not always or never", r.GetLive()))
+	}
+	if r.GetWait() && r.GetLive() != string(migrate.LiveAlways) {
+		return reason.Coded(reason.Errorf(reason.Invalid, "a migration waits only while its applications compute on a remote GPU: live is to be always"))
 	}
 	if r.GetMachine() == "" {
 		return reason.Coded(reason.Errorf(reason.Invalid, "no VM is named"))
@@ -132,10 +139,18 @@ func (s *Service) Start(ctx context.Context, req *connect.Request[gpuctlv1.Machi
 			PredictedNs: int64(best.Cost.Total), PredictedStopNs: int64(best.Cost.Stop), Cold: p.Cold, AwayBytes: p.Away, FreezeTimeoutMs: req.Msg.GetPlan().GetFreezeTimeoutMs(),
 		},
 	}
+	for _, p := range facts.GetParts() {
+		r.Machine.Parts = append(r.Machine.Parts, p.GetGpu())
+	}
 	if len(facts.GetGpus()) > 0 {
 		r.Machine.FromGpu, r.From, r.To = facts.GetGpus()[0], facts.GetGpus()[0], best.GPU.ID
 		r.Machine.ToClaim, r.Machine.Stored = "vm-"+random.Hex(6), facts.GetStored()
 		r.Machine.FromClaim = s.m.claimOf(r.GetMachine().GetFromGpu())
+	}
+	if l := p.Live; l != nil && l.Far != nil {
+		r.Machine.FarGpu, r.Machine.FarClaim = l.Far.ID, "vm-"+random.Hex(6)
+		r.Machine.Live = req.Msg.GetPlan().GetLive() == string(migrate.LiveAlways)
+		r.Machine.Wait = req.Msg.GetPlan().GetWait()
 	}
 	for _, c := range p.Candidates[1:] {
 		if c.GPU.ID != "" && len(r.GetMachine().GetCandidates()) < mostCandidates {
@@ -153,6 +168,33 @@ func (s *Service) Start(ctx context.Context, req *connect.Request[gpuctlv1.Machi
 		return out.Send(progress(kept, 0, 0))
 	}
 	return s.m.watch(ctx, w, out.Send)
+}
+
+// Rehearse finds out whether a VM's CUDA programs can be moved: each goes through it, and back.
+func (s *Service) Rehearse(ctx context.Context, req *connect.Request[gpuctlv1.MachineRehearseRequest], out *connect.ServerStream[gpuctlv1.OperationUpdate]) error {
+	who := &gpuctlv1.MachinePlanRequest{Machine: req.Msg.GetMachine(), Host: req.Msg.GetHost(), Verb: string(migrate.Migrate)}
+	machine, there, err := s.here(ctx, who)
+	if err != nil {
+		return err
+	}
+	if there != nil {
+		req.Msg.Host = who.GetHost()
+		in, err := there.Rehearse(ctx, connect.NewRequest(req.Msg))
+		return pass(in, err, out)
+	}
+	end, err := s.m.alone(machine.GetUuid(), machine.GetName())
+	if err != nil {
+		return err
+	}
+	defer end()
+	if v := s.m.Node.View(); v != nil {
+		for one := range v.Migrations() {
+			if one.GetMachine().GetUuid() == machine.GetUuid() && !over(one) {
+				return reason.Coded(reason.Errorf(reason.Busy, "migration %s of vm %s runs", one.GetId(), machine.GetName()).On("vm", machine.GetName()))
+			}
+		}
+	}
+	return s.m.Rehearse(ctx, machine.GetUuid(), machine.GetName(), time.Duration(req.Msg.GetFreezeTimeoutMs())*time.Millisecond, out.Send)
 }
 
 // alone marks a VM's migration as starting until end is called. It fails if another call
@@ -187,7 +229,7 @@ func (m *Manager) claimOf(gpu string) string {
 }
 
 // pass forwards the stream of another host.
-func pass(in *connect.ServerStreamForClient[gpuctlv1.MachineProgress], err error, out *connect.ServerStream[gpuctlv1.MachineProgress]) error {
+func pass[T any](in *connect.ServerStreamForClient[T], err error, out *connect.ServerStream[T]) error {
 	if err != nil {
 		return err
 	}
@@ -222,7 +264,7 @@ func (s *Service) Watch(ctx context.Context, req *connect.Request[gpuctlv1.Machi
 		}
 		if r.GetState() != clusterv1.MigrationState_MIGRATION_STATE_RUNNING {
 			p := progress(r, 0, 0)
-			p.End = strings.ToLower(strings.TrimPrefix(r.GetState().String(), "MIGRATION_STATE_"))
+			p.End = endOf(r)
 			return out.Send(p)
 		}
 		if ok, err := s.m.follow(ctx, r.GetId(), out.Send); ok || err != nil {
@@ -269,6 +311,9 @@ func (s *Service) Abort(ctx context.Context, req *connect.Request[gpuctlv1.Machi
 	if slices.Contains(r.GetDone(), "commit") {
 		return nil, reason.Coded(reason.Errorf(reason.MigrationCommitted, "migration %s is committed: what is left is to clean up", r.GetId()).On("migration", r.GetId()))
 	}
+	if migrate.Waiting(r) {
+		return s.abortWaiting(ctx, r)
+	}
 	s.m.mu.Lock()
 	w := s.m.runs[r.GetId()]
 	if w != nil {
@@ -283,6 +328,26 @@ func (s *Service) Abort(ctx context.Context, req *connect.Request[gpuctlv1.Machi
 		message = "the VM is on its way, which can't be stopped: it is moved back after that"
 	}
 	return connect.NewResponse(&gpuctlv1.MachineAbortResponse{Message: message}), nil
+}
+
+// abortWaiting makes a migration that waits for an operator roll back.
+func (s *Service) abortWaiting(ctx context.Context, r *clusterv1.Migration) (*connect.Response[gpuctlv1.MachineAbortResponse], error) {
+	end, err := s.m.alone(r.GetMachine().GetUuid(), r.GetMachine().GetName())
+	if err != nil {
+		return nil, err
+	}
+	defer end()
+	kept, err := s.m.Node.PutMigration(ctx, r, true)
+	if err != nil {
+		return nil, err
+	}
+	next := proto.CloneOf(kept)
+	next.State, next.Message, next.Machine.Aborting = clusterv1.MigrationState_MIGRATION_STATE_RUNNING, "", true
+	if kept, err = s.m.Node.PutMigration(ctx, next, false); err != nil {
+		return nil, err
+	}
+	s.m.begin(kept)
+	return connect.NewResponse(&gpuctlv1.MachineAbortResponse{Message: "it is undone: gpuctl migrations watch " + r.GetId() + " shows it"}), nil
 }
 
 // Resume continues a held migration.
@@ -309,6 +374,9 @@ func (s *Service) Resume(ctx context.Context, req *connect.Request[gpuctlv1.Mach
 	}
 	next := proto.CloneOf(kept)
 	next.State = clusterv1.MigrationState_MIGRATION_STATE_RUNNING
+	if migrate.Waiting(r) {
+		next.Machine.Wait, next.Message = false, ""
+	}
 	if host != "" {
 		s.m.Log.Warn("an operator says that a VM is not on a host that cannot be asked", "migration", r.GetId(), "machine", move.GetName(), "host", host)
 		s.m.Node.Note(&clusterv1.Event{Kind: clusterv1.Kind_KIND_MIGRATION, Object: r.GetId(), Type: "MachineSaidAbsent", Message: "an operator says that VM " + move.GetName() + " does not run on host " + host})

@@ -442,13 +442,13 @@ func TestLinkOfThisKernel(t *testing.T) {
 	}
 }
 
-// tc(8) of the machine reads what we set, if there is one.
+// tc(8) of the machine reads what we set.
 func TestWhatTcSays(t *testing.T) {
+	p := newPair(t)
 	tc, err := exec.LookPath("tc")
 	if err != nil {
-		t.Skip("no tc here")
+		t.Fatal("no tc here: make setup")
 	}
-	p := newPair(t)
 	if _, err := p.host.Limit(t.Context(), Limit{Link: "v0", To: netip.MustParseAddr("10.9.0.2"), Port: 49152, Rate: 80 * mbit}); err != nil {
 		t.Fatal(err)
 	}

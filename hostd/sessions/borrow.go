@@ -78,18 +78,6 @@ func (c *claim) remote() clusterv1.Remote {
 // nameOf returns the name that this host uses for a GPU of the cluster.
 func (h *Host) nameOf(id string) string { return strings.TrimPrefix(id, h.Cluster.HostName()+"/") }
 
-// ofCluster converts a GPU of another host. Its id is that in the cluster.
-func ofCluster(g *clusterv1.GPU) *gpuctlv1.GPU {
-	if g == nil {
-		return nil
-	}
-	return &gpuctlv1.GPU{
-		Id: g.GetId(), Model: g.GetModel(), Vendor: g.GetVendor(), Type: g.GetType(), RuntimeName: g.GetRuntime(), Platform: g.GetPlatform(),
-		Driver: g.GetDriver(), Uuid: g.GetUuid(), PciAddress: g.GetPciAddress(), Limits: cloneLimits(g.GetLimits()), Rank: g.GetRank(),
-		Free: g.GetFree(), FreeMemory: g.GetFreeMemory(),
-	}
-}
-
 // farGPUs returns the GPUs of other hosts, for a claim that may have them.
 func (h *Host) farGPUs(c *claim) (out []*gpuctlv1.GPU) {
 	if c.remote() == clusterv1.Remote_REMOTE_NEVER || c.Engine == driverEngine {
@@ -99,7 +87,7 @@ func (h *Host) farGPUs(c *claim) (out []*gpuctlv1.GPU) {
 		if g.GetRuntime() == inventory.CUDA {
 			continue // no OpenCL runtime serves it
 		}
-		out = append(out, ofCluster(g))
+		out = append(out, inventory.OfCluster(g))
 	}
 	// Free ones first: a claim may not name all GPUs of a large cluster.
 	slices.SortStableFunc(out, func(a, b *gpuctlv1.GPU) int {
@@ -180,7 +168,7 @@ func (h *Host) target(ctx context.Context, c *claim, p placement, amount uint64)
 		Gpu: p.String(), Model: res.GetModel(), Limits: res.GetLimits(),
 		Runtime: &gpuctlv1.Runtime{Remote: &gpuctlv1.Remote{
 			Addresses: res.GetAddresses(), Token: res.GetToken(), PeerCertSha256: res.GetCertificateSha256(),
-			Certificate: own.Certificate, PrivateKey: own.Key, OutageMs: outage.Milliseconds(),
+			Certificate: own.Certificate, PrivateKey: own.Key, OutageMs: outage.Milliseconds(), Memory: p.target(amount).GetLimits().GetGlobalMemory(),
 		}},
 	}, id, nil
 }
@@ -377,8 +365,9 @@ func (h *Host) taken(c *claim, s *gpuctlv1.Session) bool {
 	return !c.Released
 }
 
-// pathOf returns the hosts over which a session's state goes.
-func (h *Host) pathOf(from, to []string) []string {
+// pathOf returns the hosts over which a session's state goes. straight is whether that of a
+// remote GPU does not pass through this one on its way to another.
+func (h *Host) pathOf(from, to []string, straight bool) []string {
 	host := func(gpus []string) string {
 		if len(gpus) > 0 && far(gpus[0]) {
 			return hostOf(gpus[0])
@@ -386,8 +375,8 @@ func (h *Host) pathOf(from, to []string) []string {
 		return h.Cluster.HostName()
 	}
 	a, b, here := host(from), host(to), h.Cluster.HostName()
-	if a != here && b != here && a != b {
-		return []string{a, here, b} // contents pass through the application's host
+	if a != here && b != here && !straight {
+		return []string{a, here, b}
 	}
 	return slices.Compact([]string{a, b})
 }

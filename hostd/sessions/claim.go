@@ -40,6 +40,7 @@ type claim struct {
 	Wait    bool              `json:"-"`                // it may wait in the cluster's queue
 	Owner   string            `json:"owner,omitempty"`  // whose share of a GPU that several use
 	Weight  uint32            `json:"weight,omitempty"`
+	VM      *forVM            `json:"vm,omitempty"` // for whom it is; nil: sessions of this host
 	// Released: no new session may use the claim. The claim ends with its last session.
 	Released bool `json:"released,omitempty"`
 }
@@ -116,12 +117,18 @@ type operation struct {
 	Claim   string   `json:"claim"`
 	Kind    string   `json:"kind"`
 	GPUs    []string `json:"gpus,omitempty"`  // reserved GPUs: the operation's target
+	From    []string `json:"from,omitempty"`  // where the session was: its executor there may not have ended before the operation is over
 	Lease   string   `json:"lease,omitempty"` // lease of the target, if that is on another host
+
+	// Folder is that from which the session's processes are made again.
+	Folder string `json:"folder,omitempty"`
 
 	// doubt is set while the outcome is unknown: the stream broke, or hostd was restarted
 	// during the operation. The target stays reserved until gpuguest reports the
 	// session's state.
 	doubt bool
+	since time.Time // of the doubt; zero: before hostd was started
+	made  bool      // the session of a folder is there again
 	// record is the operation's entry in the cluster.
 	record *clusterv1.Migration
 	trace  *trace.Operation

@@ -21,14 +21,16 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/inventory/hostinfo"
 	"github.com/gpuctl/gpuctl/hostd/inventory/nvml"
 	"github.com/gpuctl/gpuctl/hostd/member"
+	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
 	"github.com/gpuctl/gpuctl/internal/expr"
 )
 
 // Cluster decides who gets a GPU. In its calls, a GPU has the name that this host uses
 // for it, without the host's name.
 type Cluster interface {
-	// HostName returns the name that the cluster uses for this host.
+	// HostName returns the name that the cluster uses for this host, and Self its id, too.
 	HostName() string
+	Self() clusterapi.Self
 	// Claim assigns GPUs of this host to a claim, or returns why it cannot.
 	Claim(ctx context.Context, c *clusterv1.Claim) (*clusterv1.CreateClaimResponse, error)
 	// Place finds where a claim of this host can go, best first.
@@ -67,9 +69,19 @@ type Cluster interface {
 	// Borrow asks a host for a lease, and GiveBack ends it.
 	Borrow(ctx context.Context, host string, r *clusterv1.LendRequest) (*clusterv1.LendResponse, error)
 	GiveBack(ctx context.Context, host, lease string) error
+	// AllowFetch lets a far executor fetch contents from that of a lease of a host, EndFetch
+	// takes it back, and Fetch makes the far executor of a lease fetch.
+	AllowFetch(ctx context.Context, host string, r *clusterv1.AllowFetchRequest) (*clusterv1.AllowFetchResponse, error)
+	EndFetch(ctx context.Context, host, lease string) error
+	Fetch(ctx context.Context, host string, r *clusterv1.FetchRequest) error
+	// LendsAt returns the address at which carriers reach a host.
+	LendsAt(host string) (string, error)
 	// Assigned returns how much of GPUs of this host, by their names here, the log has
 	// assigned to a claim of the host with id borrower. Errors wrap member.ErrNotAssigned.
 	Assigned(ctx context.Context, claim, borrower string, gpus []string, token uint64, now bool) (uint64, error)
+	// TokenOf returns the highest fencing token of a claim's assignments. The error wraps
+	// member.ErrNotAssigned if it has none.
+	TokenOf(ctx context.Context, claim string) (uint64, error)
 	// Link returns what is known of the network to a host, or nil. ReportLink stores it,
 	// and Calibrate measures it, unless that was done not long ago.
 	Link(to string) *clusterv1.Link
@@ -106,6 +118,9 @@ func (c *claim) forCluster(gpus []string) *clusterv1.Claim {
 	if c.Wait {
 		out.Unmet = clusterv1.Unmet_UNMET_WAIT
 	}
+	if c.VM != nil && c.VM.Migration == "" {
+		out.Labels = c.VM.labels()
+	}
 	if len(gpus) > 0 {
 		out.Expr = "name in [" + strings.Join(quoted, ", ") + "]"
 	}
@@ -131,6 +146,9 @@ func (c *claim) named(host string, gpus, others []string) *clusterv1.Claim {
 }
 
 func (c *claim) holderName() string {
+	if c.VM != nil {
+		return "vm " + c.VM.Name
+	}
 	if c.Holder.PID == 0 {
 		return "sessions"
 	}
@@ -260,6 +278,13 @@ func (h *Host) DetectedGPUs(ctx context.Context) ([]*clusterv1.GPU, error) {
 	if h.Mediated != nil {
 		gpus = append(gpus, h.Mediated.Inventory()...)
 	}
+	for _, g := range h.servedGPUs() {
+		if slices.ContainsFunc(gpus, func(own *clusterv1.GPU) bool { return own.GetName() == g.GetName() }) {
+			h.Log.Warn("a GPU of a service VM is left out: another GPU has its name", "gpu", g.GetName())
+			continue
+		}
+		gpus = append(gpus, g)
+	}
 	return gpus, nil
 }
 
@@ -370,9 +395,9 @@ func (h *Host) Holdings() []member.Holding {
 	defer h.mu.Unlock()
 	for _, c := range h.claims {
 		held := member.Holding{Claim: c.forCluster(nil)}
-		for _, g := range h.gpus {
-			if amount, ok := h.ledger.Holds(c.ID, g.GetId()); ok {
-				held.GPUs, held.Amount = append(held.GPUs, g.GetId()), amount
+		for _, g := range h.counted() {
+			if amount, ok := h.ledger.Holds(c.ID, g); ok {
+				held.GPUs, held.Amount = append(held.GPUs, g), amount
 			}
 		}
 		if len(held.GPUs) > 0 {

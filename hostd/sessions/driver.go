@@ -2,7 +2,6 @@ package sessions
 
 import (
 	"context"
-	"fmt"
 	"slices"
 	"strings"
 
@@ -219,18 +218,5 @@ func (h *Host) rehearse(req *gpuctlv1.HostSwapRequest, send emit) error {
 
 // planRehearsal returns what a rehearsal would do, and what is against it.
 func (h *Host) planRehearsal(ctx context.Context, s *gpuctlv1.Session) (*gpuctlv1.HostPlanResponse, error) {
-	plan, err := h.plan(ctx, &gpuctlv1.PlanRequest{Session: s.GetId(), Rehearse: true})
-	if err != nil {
-		return nil, fmt.Errorf("session %s: %w", s.GetId(), err)
-	}
-	res := &gpuctlv1.HostPlanResponse{
-		Session: s.GetId(), From: splitIDs(s.GetTarget().GetGpu()), Model: s.GetTarget().GetModel(), Steps: plan.GetSteps(), Bytes: plan.GetBytes(),
-		PredictedNs: plan.GetPredictedNs(), PredictedStopNs: plan.GetPredictedStopNs(), Total: plan.GetTotal(), Stop: plan.GetStop(),
-	}
-	if len(plan.GetReasons()) > 0 {
-		res.Rejected = []*gpuctlv1.Candidate{{Gpu: s.GetTarget().GetGpu(), Model: s.GetTarget().GetModel(), Reasons: plan.GetReasons()}}
-		return res, nil
-	}
-	res.Gpus = res.From
-	return res, nil
+	return h.planStay(ctx, s, &gpuctlv1.PlanRequest{Session: s.GetId(), Rehearse: true})
 }

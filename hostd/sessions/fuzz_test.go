@@ -13,8 +13,9 @@ import (
 func FuzzJournal(f *testing.F) {
 	path := filepath.Join(f.TempDir(), "state.json")
 	seed, err := journal{
-		Version: journalVersion, Claims: []*claim{{ID: "c2", GPUs: []string{"small"}}, {ID: "c1", Expr: "free"}},
+		Version: journalVersion, Claims: []*claim{{ID: "c2", GPUs: []string{"small"}}, {ID: "c1", Expr: "free"}, {ID: "vm-1", GPUs: []string{"large"}, VM: &forVM{UUID: "u", Name: "web", Migration: "m-1"}}, {ID: "vmgpu-u", Min: 7, GPUs: []string{"large"}, VM: &forVM{UUID: "u", Name: "web", Host: "h1", Persistent: true}}},
 		Operations: []*operation{{Session: "s1", Claim: "c1", Kind: "swap", GPUs: []string{"large"}}},
+		Lent:       []*lent{{ID: "l-1", Claim: "vm-1", GPUs: []string{"large"}, VM: &forVM{UUID: "u", Name: "web", Migration: "m-1"}}},
 	}.encode()
 	if err != nil {
 		f.Fatal(err)
@@ -31,6 +32,10 @@ func FuzzJournal(f *testing.F) {
 		}
 		for _, c := range j.Claims {
 			_ = c.proto()
+			_ = c.forCluster(nil)
+			if c.VM != nil {
+				_ = c.VM.owner()
+			}
 		}
 		b, err := j.encode()
 		if err != nil {

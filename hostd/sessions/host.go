@@ -70,15 +70,20 @@ type HostConfig struct {
 	// LendAddress returns the address at which carriers of other hosts reach this host;
 	// empty: it lends no GPU. nil: the same.
 	LendAddress func() string
-	NVML        NVML               // nil: NVML is not used
-	Cards       *platform.Platform // nil: cards are not given to VMs
-	Mediated    *mediated.Keeper   // nil: no mediated GPUs
-	Devices     *cardapi.API       // set if Cards is, as are the next two
-	Site        *endpoint.Local
-	Migrations  *migration.Manager
-	Metrics     *metrics.Metrics // nil: no metrics
-	Tracer      *trace.Tracer    // nil: no traces
-	Log         *slog.Logger
+	// Pending reports whether a migration has not ended, or whether that is unknown. nil: no
+	// VM migrates.
+	Pending    func(ctx context.Context, migration string) bool
+	VMs        VMs                // nil: no VM has a GPU of this host lastingly
+	Servers    Servers            // nil: no VM serves others
+	NVML       NVML               // nil: NVML is not used
+	Cards      *platform.Platform // nil: cards are not given to VMs
+	Mediated   *mediated.Keeper   // nil: no mediated GPUs
+	Devices    *cardapi.API       // set if Cards is, as are the next two
+	Site       *endpoint.Local
+	Migrations *migration.Manager
+	Metrics    *metrics.Metrics // nil: no metrics
+	Tracer     *trace.Tracer    // nil: no traces
+	Log        *slog.Logger
 }
 
 // Host is the state of one host, and the rules by which it changes.
@@ -112,6 +117,8 @@ type Host struct {
 	asking   map[string]bool      // of these, those that nothing names yet
 	lent     map[string]*lent     // leases for other hosts
 	lending  map[string]int       // calls of Lend in progress, by claim
+	serving  map[string]bool      // GPUs of service VMs that are in the ledger
+	clean    map[string]bool      // service VMs, by UUID, in which nothing computes but the leases
 	swept    bool                 // gpuguest's leases were compared since the start
 	abroad   map[string]bool      // GPUs of other hosts that are in the ledger
 	homing   map[string]int       // attempts to bring sessions home
@@ -135,7 +142,7 @@ func NewHost(c HostConfig) (*Host, error) {
 		ledger: ledger.New(), claims: map[string]*claim{}, claiming: map[string]bool{}, sessions: map[string]*session{}, over: map[string]time.Time{},
 		ops: map[string]*operation{}, last: map[string]*gpuctlv1.SwapResult{},
 		borrowed: map[string]*borrowed{}, asking: map[string]bool{}, lent: map[string]*lent{}, lending: map[string]int{},
-		abroad: map[string]bool{}, homing: map[string]int{}, vacant: map[string]bool{},
+		serving: map[string]bool{}, clean: map[string]bool{}, abroad: map[string]bool{}, homing: map[string]int{}, vacant: map[string]bool{},
 	}, nil
 }
 
@@ -167,6 +174,7 @@ func (h *Host) Start(ctx context.Context) error {
 	for _, g := range gpus {
 		h.ledger.SetGPU(g.GetId(), g.GetLimits().GetGlobalMemory())
 	}
+	h.served()
 	for _, c := range j.Claims {
 		h.claims[c.ID] = c
 		for _, gpu := range slices.Sorted(maps.Keys(c.Held)) {
@@ -243,6 +251,8 @@ func (h *Host) Watch(ctx context.Context) {
 	var wg sync.WaitGroup
 	wg.Go(func() { h.follow(ctx) })
 	wg.Go(func() { h.watchLeases(ctx) })
+	wg.Go(func() { h.watchVMs(ctx) })
+	wg.Go(func() { h.watchServers(ctx) })
 	defer wg.Wait()
 	resync, holders := time.NewTicker(resyncEvery), time.NewTicker(holdersEvery)
 	defer resync.Stop()
@@ -333,6 +343,7 @@ func (h *Host) Resync(ctx context.Context) error {
 			h.update(gone, true)
 		}
 	}
+	h.forget(listed, asked)
 	return nil
 }
 
@@ -342,7 +353,7 @@ func (h *Host) placement(ids []string) placement {
 	var p placement
 	for _, id := range ids {
 		if far(id) {
-			g := ofCluster(h.Cluster.GPU(id))
+			g := inventory.OfCluster(h.Cluster.GPU(id))
 			if g == nil {
 				return nil
 			}
@@ -405,6 +416,9 @@ func (h *Host) update(s *gpuctlv1.Session, listed bool) {
 	}
 	if op := h.ops[id]; op != nil && op.doubt && listed && !changing(s.GetState()) {
 		delete(h.ops, id)
+		if c != nil && op.Folder != "" && !ended {
+			h.revived(op, c, s)
+		}
 		if c != nil && h.moved(c, s) {
 			h.work.Go(func() { h.repeatOffer(h.ctx, c) })
 		}
@@ -418,6 +432,9 @@ func (h *Host) update(s *gpuctlv1.Session, listed bool) {
 		delete(h.last, id)
 		if op := h.ops[id]; op != nil && op.doubt {
 			delete(h.ops, id)
+			if c != nil {
+				op.unmade(c)
+			}
 		}
 	}
 	if c != nil {
@@ -500,7 +517,13 @@ func (h *Host) settle(c *claim) {
 			continue
 		}
 		live = true
-		for _, gpu := range op.GPUs {
+		for _, gpu := range slices.Concat(op.GPUs, op.From) {
+			need[gpu] = true
+		}
+	}
+	if c.VM != nil && h.serves(c) {
+		live = true
+		for _, gpu := range c.GPUs {
 			need[gpu] = true
 		}
 	}
@@ -524,6 +547,17 @@ func (h *Host) settle(c *claim) {
 		h.Log.Info("claim ended", "claim", c.ID)
 	}
 	h.save()
+}
+
+// serves reports whether a far executor runs, or is being started, by a claim of this host.
+// The caller holds h.mu.
+func (h *Host) serves(c *claim) bool {
+	for _, l := range h.lent {
+		if l.Claim == c.ID {
+			return true
+		}
+	}
+	return h.lending[c.ID] > 0
 }
 
 // moved changes the claim's placement to that of its session, so that new sessions start
@@ -551,9 +585,9 @@ func (h *Host) save() {
 	j := journal{Version: journalVersion}
 	for _, c := range h.claims {
 		c.Held = map[string]uint64{}
-		for _, g := range h.gpus {
-			if n, ok := h.ledger.Holds(c.ID, g.GetId()); ok {
-				c.Held[g.GetId()] = n
+		for _, g := range h.counted() {
+			if n, ok := h.ledger.Holds(c.ID, g); ok {
+				c.Held[g] = n
 			}
 		}
 		for g := range h.abroad {
@@ -587,9 +621,11 @@ func (h *Host) save() {
 }
 
 // view returns copies of the GPUs, with their owners. The caller holds h.mu.
-func (h *Host) view() []*gpuctlv1.GPU {
-	out := make([]*gpuctlv1.GPU, 0, len(h.gpus))
-	for _, g := range h.gpus {
+func (h *Host) view() []*gpuctlv1.GPU { return h.viewOf(h.gpus) }
+
+func (h *Host) viewOf(gpus []*gpuctlv1.GPU) []*gpuctlv1.GPU {
+	out := make([]*gpuctlv1.GPU, 0, len(gpus))
+	for _, g := range gpus {
 		g = proto.CloneOf(g)
 		g.FreeMemory, g.Free = h.ledger.Room("", g.GetId())
 		owners := h.ledger.Owners(g.GetId())

@@ -48,6 +48,7 @@ type fixture struct {
 	stop context.CancelFunc
 	done chan struct{}
 	gpuctlv1connect.HostServiceClient
+	servers Servers // nil: no service VMs
 }
 
 func newFixture(t failer, state string) *fixture {
@@ -73,7 +74,7 @@ func (f *fixture) start() {
 	}
 	host, err := NewHost(HostConfig{
 		Guest: gpuctlv1connect.NewGuestServiceClient(f.front.Client(), f.front.URL), AppSocket: "/app", StateFile: f.state, Config: c,
-		Root: root, PCI: pci.NewScanner(root), NVML: f.nvml, Log: slog.New(slog.DiscardHandler),
+		Root: root, PCI: pci.NewScanner(root), NVML: f.nvml, Log: slog.New(slog.DiscardHandler), Servers: f.servers,
 	})
 	if err != nil {
 		f.t.Fatal(err)

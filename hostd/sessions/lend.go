@@ -28,6 +28,7 @@ const (
 	maxLentHost  = 256  // of them, for one host
 	maxLeaseName = 32
 	maxOutage    = time.Hour
+	startTimeout = time.Minute // for a service VM to start a far executor
 )
 
 // lent is a lease of this host: a far executor that serves a session of another host.
@@ -43,6 +44,13 @@ type lent struct {
 	Outage   int64    `json:"outage"`   // ms
 	// Secret is the hash of the token that the carrier shows.
 	Secret []byte `json:"secret,omitempty"`
+	VM     *forVM `json:"vm,omitempty"`     // nil: it is for a session of the host that borrows
+	Server string `json:"server,omitempty"` // service VM that has the GPUs, by its UUID; empty: this host
+
+	// fetch is the hash of the token with which another host's far executor may fetch until
+	// then. It is in no journal: after a restart nobody may.
+	fetch      []byte
+	fetchUntil time.Time
 }
 
 var _ clusterapi.Lender = (*Host)(nil)
@@ -72,6 +80,12 @@ func checkLease(r *clusterv1.LendRequest) error {
 // Lend starts a far executor for a session of another host, if the log has assigned the
 // GPUs to the session's claim.
 func (h *Host) Lend(ctx context.Context, borrower clusterapi.Self, r *clusterv1.LendRequest) (*clusterv1.LendResponse, error) {
+	return h.lend(ctx, borrower, r, nil)
+}
+
+// lend is Lend, for a session of a host or of a VM. A VM's claim is one of this host, which
+// is the borrower then.
+func (h *Host) lend(ctx context.Context, borrower clusterapi.Self, r *clusterv1.LendRequest, machine *forVM) (*clusterv1.LendResponse, error) {
 	if err := checkLease(r); err != nil {
 		return nil, err
 	}
@@ -80,7 +94,7 @@ func (h *Host) Lend(ctx context.Context, borrower clusterapi.Self, r *clusterv1.
 	}
 	l := &lent{
 		ID: r.GetLease(), Claim: r.GetClaim(), Borrower: borrower.ID, Host: borrower.Host, Token: r.GetToken(), Peer: r.GetCertificateSha256(),
-		Outage: r.GetOutageMs(),
+		Outage: r.GetOutageMs(), VM: machine,
 	}
 	if l.Outage == 0 {
 		l.Outage = outage.Milliseconds()
@@ -103,27 +117,35 @@ func (h *Host) Lend(ctx context.Context, borrower clusterapi.Self, r *clusterv1.
 		return nil, err
 	}
 	target := p.target(l.Amount)
-	res, err := h.Guest.Lend(ctx, connect.NewRequest(&gpuctlv1.LendRequest{
-		Lease: l.ID, Runtime: target.GetRuntime(), PeerCertSha256: l.Peer, Memory: l.Amount, OutageMs: l.Outage, Device: r.GetDevice(),
-	}))
+	// A host says whose its claims are, and could make many: it is one owner.
+	owner := "host:" + l.Host
+	if l.VM != nil {
+		owner = l.VM.owner()
+	}
+	res, err := h.startFar(ctx, l, &gpuctlv1.LendRequest{
+		Lease: l.ID, Runtime: target.GetRuntime(), PeerCertSha256: l.Peer, Memory: l.Amount, OutageMs: l.Outage, Device: r.GetDevice(), Claim: l.Claim,
+		Gpus: l.GPUs, Owner: owner,
+	})
 	if err != nil {
 		if derr := h.dropLease(context.WithoutCancel(ctx), l, "it could not be started"); derr != nil {
 			h.Log.Warn("a lease that could not be started holds its GPU until it is looked at again", "lease", l.ID, "err", derr)
 		}
-		return nil, fmt.Errorf("lease %s: far executor: %w", l.ID, plain(err))
+		return nil, fmt.Errorf("lease %s: far executor: %w", l.ID, err)
 	}
-	secret := sha256.Sum256(res.Msg.GetToken())
-	h.mu.Lock()
-	l.Secret = secret[:]
-	h.save()
-	h.mu.Unlock()
 	out := &clusterv1.LendResponse{
-		Token: res.Msg.GetToken(), CertificateSha256: res.Msg.GetCertSha256(), Limits: target.GetLimits(), Model: target.GetModel(), Memory: l.Amount,
+		Token: res.GetToken(), CertificateSha256: res.GetCertSha256(), Limits: target.GetLimits(), Model: target.GetModel(), Memory: l.Amount,
 	}
-	if h.LendAddress != nil {
-		out.Addresses = append(out.Addresses, h.LendAddress())
+	if l.Server == "" { // a service VM's carriers do not come by this host's port
+		secret := sha256.Sum256(res.GetToken())
+		h.mu.Lock()
+		l.Secret = secret[:]
+		h.save()
+		h.mu.Unlock()
+		if h.LendAddress != nil {
+			out.Addresses = append(out.Addresses, h.LendAddress())
+		}
 	}
-	out.Addresses = append(out.Addresses, res.Msg.GetAddresses()...)
+	out.Addresses = append(out.Addresses, res.GetAddresses()...)
 	return out, nil
 }
 
@@ -131,23 +153,26 @@ func (h *Host) Lend(ctx context.Context, borrower clusterapi.Self, r *clusterv1.
 func (h *Host) beginLending(l *lent) (placement, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	p := h.placement(l.GPUs)
+	p, server, err := h.lendable(l.GPUs)
+	l.Server = server
 	switch {
-	case p == nil || p.far():
+	case err != nil:
+		return nil, fmt.Errorf("lease %s: %w", l.ID, err)
+	case p == nil:
 		return nil, reason.Detail(fmt.Errorf("lease %s: %w: this host has no GPU %.300s", l.ID, errNotFound, strings.Join(l.GPUs, separator))).On("gpu", l.GPUs[0])
 	case slices.ContainsFunc(p, func(g *gpuctlv1.GPU) bool { return runtimeKey(g) != runtimeKey(p[0]) }):
 		return nil, fmt.Errorf("lease %s: %w: the GPUs %s are not of one runtime", l.ID, errInvalid, p)
-	case h.claims[l.Claim] != nil:
+	case l.VM == nil && h.claims[l.Claim] != nil:
 		return nil, fmt.Errorf("lease %s: %w: claim %s is one of this host", l.ID, errInvalid, l.Claim)
 	}
 	if old := h.lent[l.ID]; old != nil {
-		if old.Borrower != l.Borrower || old.Claim != l.Claim || !slices.Equal(old.GPUs, l.GPUs) || !bytes.Equal(old.Peer, l.Peer) || old.Token != l.Token {
+		if old.Borrower != l.Borrower || old.Server != l.Server || old.Claim != l.Claim || !slices.Equal(old.GPUs, l.GPUs) || !bytes.Equal(old.Peer, l.Peer) || old.Token != l.Token {
 			return nil, reason.Errorf(reason.Exists, "lease %s exists with other contents", l.ID)
 		}
 	} else {
 		mine := 0
 		for _, x := range h.lent {
-			if x.Borrower == l.Borrower {
+			if x.Borrower == l.Borrower && x.VM == nil && l.VM == nil { // VMs have limits of their own
 				mine++
 			}
 		}
@@ -176,6 +201,14 @@ func (h *Host) enterLease(l *lent) (*lent, error) {
 	if old := h.lent[l.ID]; old != nil {
 		return old, nil // the same one: beginLending has compared them
 	}
+	if c := h.claims[l.Claim]; l.VM != nil && (c == nil || c.Released) {
+		return nil, fmt.Errorf("lease %s: %w: claim %s has ended meanwhile", l.ID, errNotFound, l.Claim)
+	}
+	if l.VM != nil && l.VM.Migration == "" {
+		if err := h.full(l); err != nil {
+			return nil, err
+		}
+	}
 	if err := h.ledger.Reserve(l.Claim, l.GPUs, l.Amount); err != nil {
 		return nil, fmt.Errorf("lease %s: %w", l.ID, err)
 	}
@@ -187,7 +220,10 @@ func (h *Host) enterLease(l *lent) (*lent, error) {
 
 // settleLent gives back what no lease of the claim has any more. The caller holds h.mu.
 func (h *Host) settleLent(claim string) {
-	if h.claims[claim] != nil {
+	if c := h.claims[claim]; c != nil {
+		if c.VM != nil {
+			h.settle(c)
+		}
 		return
 	}
 	var keep []string
@@ -223,7 +259,7 @@ func (h *Host) EndLease(ctx context.Context, borrower clusterapi.Self, lease str
 func (h *Host) dropLease(ctx context.Context, l *lent, why string) error {
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
-	if _, err := h.Guest.EndLease(ctx, connect.NewRequest(&gpuctlv1.EndLeaseRequest{Lease: l.ID})); err != nil {
+	if err := h.endFar(ctx, l); err != nil {
 		return fmt.Errorf("lease %s: its far executor has not ended: %w", l.ID, plain(err))
 	}
 	h.mu.Lock()
@@ -244,6 +280,8 @@ func (h *Host) checkLent(ctx context.Context) {
 	}
 	h.mu.Lock()
 	known := maps.Clone(h.lent)
+	// watchServers has those of service VMs. One that is being made may come after the list.
+	maps.DeleteFunc(known, func(_ string, l *lent) bool { return l.Server != "" || h.lending[l.Claim] > 0 })
 	asked := h.swept
 	h.mu.Unlock()
 	if len(known) == 0 && asked {
@@ -319,7 +357,7 @@ func (h *Host) Expects(token []byte) bool {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, l := range h.lent {
-		if bytes.Equal(l.Secret, hash[:]) {
+		if bytes.Equal(l.Secret, hash[:]) || bytes.Equal(l.fetch, hash[:]) && time.Now().Before(l.fetchUntil) {
 			return true
 		}
 	}
@@ -330,7 +368,7 @@ func (h *Host) Expects(token []byte) bool {
 // caller holds h.mu.
 func (h *Host) lentTo(claim string) string {
 	for _, l := range h.lent {
-		if l.Claim == claim {
+		if l.Claim == claim && l.VM == nil {
 			return l.Host
 		}
 	}

@@ -1,6 +1,7 @@
 package sessions
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -57,19 +58,27 @@ func (h *Host) begin(ref, kind string) (*operation, *gpuctlv1.Session, *claim, e
 		return nil, nil, nil, fmt.Errorf("session %s: %w: its claim %s is not known", s.GetId(), errNotFound, s.GetClaim())
 	}
 	op := &operation{Session: s.GetId(), Claim: c.ID, Kind: kind}
-	h.ops[s.GetId()] = op
+	if h.onGPU(s) {
+		op.From = splitIDs(s.GetTarget().GetGpu())
+	}
+	h.register(op, s)
+	return op, s, c, nil
+}
+
+// register journals an operation that begins, and reports it. The caller holds h.mu.
+func (h *Host) register(op *operation, s *gpuctlv1.Session) {
+	h.ops[op.Session] = op
 	h.save()
-	h.Log.Info("operation began", "session", op.Session, "claim", c.ID, "step", kind, "gpu", s.GetTarget().GetGpu())
+	h.Log.Info("operation began", "session", op.Session, "claim", op.Claim, "step", op.Kind, "gpu", s.GetTarget().GetGpu())
 	op.record = &clusterv1.Migration{
-		Id: "m-" + random.Hex(6), Verb: kind, Object: op.Session, Claim: c.ID, From: s.GetTarget().GetGpu(),
+		Id: "m-" + random.Hex(6), Verb: op.Kind, Object: op.Session, Claim: op.Claim, From: s.GetTarget().GetGpu(),
 		State: clusterv1.MigrationState_MIGRATION_STATE_RUNNING, StartedUnixMs: time.Now().UnixMilli(),
 	}
 	h.Cluster.Record(proto.CloneOf(op.record))
 	op.began = time.Now()
 	op.trace = h.Tracer.Begin(h.ctx, trace.Op{
-		ID: op.record.GetId(), Verb: kind, Object: op.Session, Claim: c.ID, From: op.record.GetFrom(), At: time.UnixMilli(op.record.GetStartedUnixMs()),
+		ID: op.record.GetId(), Verb: op.Kind, Object: op.Session, Claim: op.Claim, From: op.record.GetFrom(), At: time.UnixMilli(op.record.GetStartedUnixMs()),
 	})
-	return op, s, c, nil
 }
 
 // end removes the operation, and gives back the GPUs that the claim no longer needs.
@@ -78,6 +87,7 @@ func (h *Host) end(op *operation, c *claim) {
 	defer h.mu.Unlock()
 	if h.ops[op.Session] == op && !op.doubt {
 		delete(h.ops, op.Session)
+		op.unmade(c)
 	}
 	h.settle(c)
 }
@@ -154,7 +164,7 @@ func (h *Host) lease(ctx context.Context, op *operation, c *claim, p placement, 
 // move swaps or resumes a session: it tries the placements in order, until one is not
 // refused.
 func (h *Host) move(ctx context.Context, op *operation, s *gpuctlv1.Session, c *claim, to []placement, out []*gpuctlv1.Candidate,
-	start func(context.Context, *gpuctlv1.Target) (progressStream, error), send emit,
+	start starter, send emit,
 ) {
 	final := &gpuctlv1.OperationUpdate{Session: s.GetId()}
 	finish := func(r *gpuctlv1.SwapResult) {
@@ -170,7 +180,7 @@ func (h *Host) move(ctx context.Context, op *operation, s *gpuctlv1.Session, c *
 			out = append(out, busy)
 			continue
 		}
-		plan, err := h.plan(ctx, &gpuctlv1.PlanRequest{Session: s.GetId(), Target: p.example(amount)})
+		plan, err := h.plan(ctx, planRequest(s, op.Folder, p.example(amount)))
 		switch {
 		case err == nil && len(plan.GetReasons()) > 0:
 			out = append(out, rejected(p[0], plan.GetReasons()...))
@@ -194,10 +204,14 @@ func (h *Host) move(ctx context.Context, op *operation, s *gpuctlv1.Session, c *
 			h.drop(op, c)
 			continue
 		}
+		detour := h.straight(ctx, op, s, target)
 		stream, err := start(ctx, target)
 		var result *gpuctlv1.SwapResult
 		if err == nil {
 			result, err = h.relay(op, stream, final, send)
+		}
+		if err == nil {
+			result.Detour = cmp.Or(result.GetDetour(), detour)
 		}
 		switch {
 		case err != nil:
@@ -272,7 +286,7 @@ func (h *Host) doubtful(op *operation, err error) *gpuctlv1.SwapResult {
 // session is.
 func (h *Host) doubt(op *operation) {
 	h.mu.Lock()
-	op.doubt = true
+	op.doubt, op.since = true, time.Now()
 	h.save()
 	h.mu.Unlock()
 	h.work.Go(func() {
@@ -293,11 +307,17 @@ func (h *Host) commit(op *operation, c *claim, s *gpuctlv1.Session) {
 		if op.Kind == "home" || op.Kind != "resume" && far(s.GetTarget().GetGpu()) {
 			c.Stays = true // it has come home, or an operator wants it elsewhere
 		}
+		if op.Folder != "" {
+			h.revived(op, c, s)
+		}
 		h.enter(s)
-		known := h.sessions[s.GetId()]
-		moved = known != nil && h.moved(c, known.Session)
+		if known := h.sessions[s.GetId()]; known != nil {
+			moved = h.moved(c, known.Session)
+		} else if s.GetState() == gpuctlv1.SessionState_SESSION_STATE_ENDED { // it is in a folder
+			moved = h.moved(c, s)
+		}
 	}
-	op.GPUs, op.Lease = nil, ""
+	op.GPUs, op.From, op.Lease = nil, nil, ""
 	h.mu.Unlock()
 	if moved {
 		// Before the source is released, so that no new session starts there.
@@ -375,7 +395,9 @@ func (h *Host) destinations(ctx context.Context, s *gpuctlv1.Session, c *claim, 
 	const most = 64
 	from := splitIDs(s.GetTarget().GetGpu())
 	claim := c.forCluster(nil) // the claim's expression holds for its first GPU only
-	claim.Count = uint32(max(1, len(from)))
+	if len(from) > 0 {
+		claim.Count = uint32(len(from))
+	}
 	h.mu.Lock()
 	all := make([]string, len(h.gpus))
 	for i, g := range h.gpus {
@@ -474,38 +496,43 @@ func (h *Host) swapAs(kind string, req *gpuctlv1.HostSwapRequest, send emit) err
 	if err != nil {
 		return err
 	}
-	to, out, err := h.destinations(h.ctx, s, c, verbs()[req.GetVerb()], req.GetTo())
-	if err != nil {
-		h.note(op, &gpuctlv1.SwapResult{Session: s, Refused: true, Error: err.Error()})
-		h.end(op, c)
-		return err
-	}
 	start := func(ctx context.Context, t *gpuctlv1.Target) (progressStream, error) {
 		return h.Guest.Swap(ctx, connect.NewRequest(&gpuctlv1.SwapRequest{
 			Session: s.GetId(), Target: t, FreezeTimeoutMs: req.GetFreezeTimeoutMs(), TimeoutMs: req.GetTimeoutMs(), FailAt: req.GetFailAt(),
 		}))
+	}
+	return h.proceed(op, s, c, verbs()[req.GetVerb()], req.GetTo(), start, send)
+}
+
+// starter starts an operation of gpuguest's that brings a session to a target.
+type starter func(context.Context, *gpuctlv1.Target) (progressStream, error)
+
+// proceed goes on with an operation that has begun: it finds where the session can go, and moves
+// it there. The operation ends by itself.
+func (h *Host) proceed(op *operation, s *gpuctlv1.Session, c *claim, verb place.Verb, where string, start starter, send emit) error {
+	to, out, err := h.destinations(h.ctx, s, c, verb, where)
+	if err != nil {
+		h.note(op, &gpuctlv1.SwapResult{Session: s, Refused: true, Error: err.Error()})
+		h.end(op, c)
+		return err
 	}
 	h.work.Go(func() { h.move(h.ctx, op, s, c, to, out, start, send) })
 	return nil
 }
 
 // resume starts a resume, as swap does.
-func (h *Host) resume(req *gpuctlv1.HostResumeRequest, send emit) error {
+func (h *Host) resume(req *gpuctlv1.HostResumeRequest, caller *gpuctlv1.FileOwner, send emit) error {
+	if req.GetFolder() != "" {
+		return h.resumeFrom(req, caller, send)
+	}
 	op, s, c, err := h.begin(req.GetSession(), "resume")
 	if err != nil {
-		return err
-	}
-	to, out, err := h.destinations(h.ctx, s, c, place.Resume, req.GetTo())
-	if err != nil {
-		h.note(op, &gpuctlv1.SwapResult{Session: s, Refused: true, Error: err.Error()})
-		h.end(op, c)
 		return err
 	}
 	start := func(ctx context.Context, t *gpuctlv1.Target) (progressStream, error) {
 		return h.Guest.Resume(ctx, connect.NewRequest(&gpuctlv1.ResumeRequest{Session: s.GetId(), Target: t, TimeoutMs: req.GetTimeoutMs(), FailAt: req.GetFailAt()}))
 	}
-	h.work.Go(func() { h.move(h.ctx, op, s, c, to, out, start, send) })
-	return nil
+	return h.proceed(op, s, c, place.Resume, req.GetTo(), start, send)
 }
 
 // suspend starts a suspend, as swap does; it needs no target. If the state is written to
@@ -514,13 +541,29 @@ func (h *Host) suspend(req *gpuctlv1.HostSuspendRequest, owner *gpuctlv1.FileOwn
 	if f := req.GetFile(); f != "" && !strings.HasPrefix(f, "/") {
 		return fmt.Errorf("%w: file %q: the path must be absolute", errInvalid, f)
 	}
+	file, dir := req.GetFile(), req.GetFolder()
+	if dir != "" {
+		if err := checkFolder(dir, owner); err != nil {
+			return err
+		}
+		if file != "" {
+			return fmt.Errorf("%w: name a file or a folder, not both", errInvalid)
+		}
+		file = dir
+	}
 	op, s, c, err := h.begin(req.GetSession(), "suspend")
 	if err != nil {
 		return err
 	}
+	if dir != "" && s.GetEngine() != driverEngine {
+		err := notWithProcess(s)
+		h.note(op, &gpuctlv1.SwapResult{Session: s, Refused: true, Error: err.Error()})
+		h.end(op, c)
+		return err
+	}
 	start := func(ctx context.Context) (progressStream, error) {
 		return h.Guest.Suspend(ctx, connect.NewRequest(&gpuctlv1.SuspendRequest{
-			Session: s.GetId(), File: req.GetFile(), FreezeTimeoutMs: req.GetFreezeTimeoutMs(), TimeoutMs: req.GetTimeoutMs(), FailAt: req.GetFailAt(), Owner: owner,
+			Session: s.GetId(), File: file, WithProcess: dir != "", FreezeTimeoutMs: req.GetFreezeTimeoutMs(), TimeoutMs: req.GetTimeoutMs(), FailAt: req.GetFailAt(), Owner: owner,
 		}))
 	}
 	h.work.Go(func() { h.stay(op, s, c, start, send) })
@@ -552,7 +595,15 @@ func (h *Host) stay(op *operation, s *gpuctlv1.Session, c *claim, start func(con
 }
 
 // planSwap returns what swap would do. It reserves nothing.
-func (h *Host) planSwap(ctx context.Context, req *gpuctlv1.HostPlanRequest) (*gpuctlv1.HostPlanResponse, error) {
+func (h *Host) planSwap(ctx context.Context, req *gpuctlv1.HostPlanRequest, caller *gpuctlv1.FileOwner) (*gpuctlv1.HostPlanResponse, error) {
+	if dir := cmp.Or(req.GetFrom(), req.GetFolder()); dir != "" {
+		if err := checkFolder(dir, caller); err != nil {
+			return nil, err
+		}
+	}
+	if req.GetFrom() != "" {
+		return h.planResumeFrom(ctx, req)
+	}
 	h.mu.Lock()
 	s, err := h.find(req.GetSession())
 	var c *claim
@@ -566,7 +617,10 @@ func (h *Host) planSwap(ctx context.Context, req *gpuctlv1.HostPlanRequest) (*gp
 	if c == nil {
 		return nil, fmt.Errorf("session %s: %w: its claim is not known", s.GetId(), errNotFound)
 	}
-	if req.GetRehearse() {
+	switch {
+	case req.GetFolder() != "":
+		return h.planStore(ctx, s, req.GetFolder())
+	case req.GetRehearse():
 		return h.planRehearsal(ctx, s)
 	}
 	to, out, err := h.destinations(ctx, s, c, verbs()[req.GetVerb()], req.GetTo())

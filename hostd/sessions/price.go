@@ -73,7 +73,7 @@ func here(plan *gpuctlv1.PlanResponse) cost.Here {
 // and how much slower the session computes at its target.
 func (h *Host) price(ctx context.Context, s *gpuctlv1.Session, to placement, plan *gpuctlv1.PlanResponse, res *gpuctlv1.HostPlanResponse) {
 	from := splitIDs(s.GetTarget().GetGpu())
-	res.Path = h.pathOf(from, to.ids())
+	res.Path = h.pathOf(from, to.ids(), h.goesStraight(ctx, s, to))
 	host := h.otherEnd(from, to)
 	if host == "" {
 		return
@@ -102,7 +102,7 @@ func activity(s *gpuctlv1.Session, now time.Time) cost.Activity {
 // known of the link.
 func (h *Host) learn(op *operation, s *gpuctlv1.Session, to placement, r *gpuctlv1.SwapResult) {
 	host := h.otherEnd(splitIDs(s.GetTarget().GetGpu()), to)
-	if host == "" || r.GetStoppedNs() <= 0 {
+	if host == "" || r.GetStoppedNs() <= 0 || r.GetBytesStraight() > 0 { // contents went over another link
 		return
 	}
 	old := h.Cluster.Link(host)

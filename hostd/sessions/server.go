@@ -12,6 +12,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/hostd/inventory"
 	"github.com/gpuctl/gpuctl/internal/news"
 	"github.com/gpuctl/gpuctl/internal/random"
 	"github.com/gpuctl/gpuctl/internal/reason"
@@ -54,7 +55,7 @@ func (s *Server) GetInventory(ctx context.Context, _ *connect.Request[gpuctlv1.G
 	}
 	s.host.mu.Lock()
 	defer s.host.mu.Unlock()
-	return connect.NewResponse(&gpuctlv1.GetInventoryResponse{Gpus: s.host.view(), Warnings: s.host.warnings}), nil
+	return connect.NewResponse(&gpuctlv1.GetInventoryResponse{Gpus: slices.Concat(s.host.view(), s.host.servedView()), Warnings: s.host.warnings}), nil
 }
 
 // CreateClaim chooses GPUs and reserves them.
@@ -131,6 +132,12 @@ func (s *Server) ReleaseClaim(ctx context.Context, req *connect.Request[gpuctlv1
 	s.host.mu.Unlock()
 	if c == nil {
 		return nil, reason.Coded(fmt.Errorf("%w: no claim %q%s", errNotFound, req.Msg.GetClaim(), suggest.Hint(req.Msg.GetClaim(), ids)))
+	}
+	if c.VM != nil && c.VM.Migration == "" {
+		return nil, reason.Coded(reason.Errorf(reason.Refused, "claim %s is one of VM %s, which has the GPU until it is detached", c.ID, c.VM.Name).On("claim", c.ID).Do("gpuctl detach %s --remote ends it", c.VM.Name))
+	}
+	if c.VM != nil {
+		return nil, reason.Coded(reason.Errorf(reason.Refused, "claim %s is one of VM %s, whose applications compute by it while migration %s runs", c.ID, c.VM.Name, c.VM.Migration).On("claim", c.ID).Do("gpuctl migrations abort %s has that undone", c.VM.Migration))
 	}
 	s.host.release(ctx, c)
 	if c.Holder.PID != 0 {
@@ -233,7 +240,7 @@ func (s *Server) DescribeSession(ctx context.Context, req *connect.Request[gpuct
 	at := splitIDs(found.GetTarget().GetGpu())
 	for _, id := range at {
 		if far(id) {
-			if g := ofCluster(h.Cluster.GPU(id)); g != nil {
+			if g := inventory.OfCluster(h.Cluster.GPU(id)); g != nil {
 				res.Gpus = append(res.Gpus, g)
 			}
 		}
@@ -251,7 +258,7 @@ func (s *Server) Plan(ctx context.Context, req *connect.Request[gpuctlv1.HostPla
 	if err := s.wait(ctx); err != nil {
 		return nil, err
 	}
-	res, err := s.host.planSwap(ctx, req.Msg)
+	res, err := s.host.planSwap(ctx, req.Msg, caller(ctx))
 	if err != nil {
 		return nil, reason.Coded(err)
 	}
@@ -278,9 +285,9 @@ func caller(ctx context.Context) *gpuctlv1.FileOwner {
 	return &gpuctlv1.FileOwner{Uid: p.UID, Gid: p.GID}
 }
 
-// Resume continues a suspended session.
+// Resume continues a suspended session, or one of a folder.
 func (s *Server) Resume(ctx context.Context, req *connect.Request[gpuctlv1.HostResumeRequest], stream *connect.ServerStream[gpuctlv1.OperationUpdate]) error {
-	return s.operate(ctx, stream, func(send emit) error { return s.host.resume(req.Msg, send) })
+	return s.operate(ctx, stream, func(send emit) error { return s.host.resume(req.Msg, caller(ctx), send) })
 }
 
 // Adopt makes sessions of processes that use CUDA.

@@ -55,6 +55,7 @@ var allowed = map[string]string{
 	"cluster/replica: syncDir":            state,
 	"hostd/config: Load":                  operator,
 	"hostd/cards: readRecord":             state,
+	"hostd/servicevm: readRecord":         state,
 	"hostd/mediated: readRecord":          state,
 	"hostd/mediated: start":               own,
 	"hostd/member: newIdentity":           state,

@@ -168,7 +168,7 @@ func (a *app) printMachines(res *gpuctlv1.ListMachinesResponse) error {
 	}
 	var rows [][]string
 	for _, m := range res.GetMachines() {
-		row := []string{m.GetName(), m.GetHost(), m.GetState(), m.GetType(), fmt.Sprint(m.GetCpus()), size.Format(m.GetMemory()), strings.Join(m.GetGpus(), ",")}
+		row := []string{m.GetName(), m.GetHost(), m.GetState(), m.GetType(), fmt.Sprint(m.GetCpus()), size.Format(m.GetMemory()), strings.Join(gpusOf(m), ",")}
 		if a.wide() {
 			row = append(row, m.GetAgent(), m.GetUuid())
 		}
@@ -177,9 +177,26 @@ func (a *app) printMachines(res *gpuctlv1.ListMachinesResponse) error {
 	return table(a.Out, heading, rows)
 }
 
+// gpusOf returns what a VM has: GPUs of its host, and the one that a host lends to it.
+func gpusOf(m *gpuctlv1.Machine) []string {
+	out := slices.Clone(m.GetGpus())
+	if r := m.GetRemote(); r != nil {
+		text := r.GetGpu() + " (remote"
+		if r.GetMemory() > 0 {
+			text += " " + size.Format(r.GetMemory())
+		}
+		out = append(out, text+")")
+	}
+	for _, g := range m.GetService().GetGpus() {
+		out = append(out, g+" (serves)")
+	}
+	return out
+}
+
 func (a *app) attachCommand() *cobra.Command {
 	req := &gpuctlv1.AttachRequest{}
 	var memory string
+	var remote, serves bool
 	cmd := &cobra.Command{
 		Use: "attach VM [GPU]", Short: "Give a GPU to a VM, also while it runs",
 		Long: `Give a card with all of its functions to a VM: a claim is bound in the cluster, the
@@ -193,12 +210,25 @@ lists the profiles. A card of which slices are out is given to nobody as a whole
 
 A part of a mediated GPU is given to an HVM guest that does not run, for all of its
 starts until gpuctl detach. --weight is its share of the GPU's time beside the other
-VMs', --mode how the host keeps its page tables.`,
+VMs', --mode how the host keeps its page tables.
+
+With --remote a GPU of any host is lent to the VM, whose sessions compute on it over the
+VM's network: without GPU the best one of the cluster, with --min-memory the lowest
+that has so much left, which others share. New sessions begin there as long as the VM
+has no card. It lasts until gpuctl detach or the VM's end, with --persistent until its
+end or that of its definition, and goes with the VM to other hosts.
+
+With --serves the cards of the VM, with GPU this one first, are for sessions of other VMs
+and hosts: the VM is a service VM, in whose gpuguest.yaml lend must be set. The inventory
+shows what it lends as GPUs of its host. It lasts until gpuctl detach --serves.`,
 		Example: `  gpuctl attach web1 0000:65:00.0
   gpuctl attach web1 h1/nvidia-0 --persistent
   gpuctl attach web1 --where 'model == "A10"' --min-memory 16GiB
   gpuctl attach web1 nvidia-0 --profile A40-8Q
   gpuctl attach web1 soft0 --profile 1of4 --weight 2
+  gpuctl attach web1 --remote --min-memory 8GiB
+  gpuctl attach web1 h2/nvidia-0 --remote --plan
+  gpuctl attach gpuvm 0000:65:00.0 --serves
   gpuctl attach web1 nvidia-0 --plan`,
 		Args: arguments(cobra.RangeArgs(1, 2)), ValidArgsFunction: a.completeMachineAndGPU,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -216,6 +246,18 @@ VMs', --mode how the host keeps its page tables.`,
 			if err != nil {
 				return err
 			}
+			switch {
+			case serves:
+				if err := without(cmd, "a service VM", "remote", "profile", "weight", "mode", "stored", "where", "min-memory"); err != nil {
+					return err
+				}
+				return a.serve(cmd.Context(), c, req)
+			case remote:
+				if err := without(cmd, "a remote GPU", "profile", "weight", "mode", "stored", "accept-care"); err != nil {
+					return err
+				}
+				return a.attachRemote(cmd.Context(), c, req)
+			}
 			stream, err := c.Attach(cmd.Context(), connect.NewRequest(req))
 			if err != nil {
 				return err
@@ -230,6 +272,8 @@ VMs', --mode how the host keeps its page tables.`,
 	_ = cmd.RegisterFlagCompletionFunc("profile", a.completeProfile) // fails only if the flag does not exist
 	f.Uint32Var(&req.Weight, "weight", 0, "share of a mediated GPU's time, in proportion to other VMs' (default 1)")
 	f.StringVar(&req.Mode, "mode", "", "how a mediated GPU keeps the VM's page tables: lazy (the default), eager or para")
+	f.BoolVar(&remote, "remote", false, "lend it a GPU of any host, over the VM's network")
+	f.BoolVar(&serves, "serves", false, "have its cards serve sessions of other VMs and hosts")
 	f.BoolVar(&req.Persistent, "persistent", false, "also in the VM's stored definition, for its next start")
 	f.BoolVar(&req.StoredOnly, "stored", false, "only in the VM's stored definition")
 	f.BoolVar(&req.AcceptCare, "accept-care", false, "although the isolation report says care")
@@ -238,17 +282,100 @@ VMs', --mode how the host keeps its page tables.`,
 	return cmd
 }
 
+// without returns an error if a flag is set that makes no sense for something.
+func without(cmd *cobra.Command, what string, flags ...string) error {
+	for _, name := range flags {
+		if cmd.Flags().Changed(name) {
+			return cmdutil.Usage(fmt.Errorf("--%s is not for %s", name, what))
+		}
+	}
+	return nil
+}
+
+// serve has a VM serve others. A card that it is to get first is named by the caller.
+func (a *app) serve(ctx context.Context, c gpuctlv1connect.DeviceServiceClient, r *gpuctlv1.AttachRequest) error {
+	if r.GetGpu() == "" && (r.GetPersistent() || r.GetAcceptCare()) {
+		return cmdutil.Usage(errors.New("--persistent and --accept-care are about a card: name it"))
+	}
+	stream, err := c.Serve(ctx, connect.NewRequest(&gpuctlv1.ServeRequest{
+		Host: r.GetHost(), Machine: r.GetMachine(), Gpu: r.GetGpu(), Persistent: r.GetPersistent(), AcceptCare: r.GetAcceptCare(), Plan: r.GetPlan(),
+	}))
+	if err != nil {
+		return err
+	}
+	return a.followDevice(stream, "VM %s serves other VMs and hosts (%s)", true)
+}
+
+// attachRemote lends a VM a GPU of a host.
+func (a *app) attachRemote(ctx context.Context, c gpuctlv1connect.DeviceServiceClient, r *gpuctlv1.AttachRequest) error {
+	stream, err := c.AttachRemote(ctx, connect.NewRequest(&gpuctlv1.AttachRemoteRequest{
+		Host: r.GetHost(), Machine: r.GetMachine(), Gpu: r.GetGpu(), Expr: r.GetExpr(), MinMemory: r.GetMinMemory(), Persistent: r.GetPersistent(), Plan: r.GetPlan(),
+	}))
+	if err != nil {
+		return err
+	}
+	return a.followDevice(stream, "VM %s may use %s over the network", true)
+}
+
+// hasRemote reports whether a VM has no card but a remote GPU, or that one is named.
+func (a *app) hasRemote(ctx context.Context, c gpuctlv1connect.DeviceServiceClient, r *gpuctlv1.DetachRequest) bool {
+	res, err := c.ListMachines(ctx, connect.NewRequest(&gpuctlv1.ListMachinesRequest{Host: "*"}))
+	if err != nil {
+		return false // the next call says why
+	}
+	for _, m := range res.Msg.GetMachines() {
+		if m.GetRemote() == nil || m.GetName() != r.GetMachine() && m.GetUuid() != r.GetMachine() || r.GetHost() != "" && r.GetHost() != m.GetHost() {
+			continue
+		}
+		return r.GetGpu() == m.GetRemote().GetGpu() || r.GetGpu() == "" && len(m.GetGpus()) == 0
+	}
+	return false
+}
+
+// detachRemote takes a remote GPU back from a VM.
+func (a *app) detachRemote(ctx context.Context, c gpuctlv1connect.DeviceServiceClient, r *gpuctlv1.DetachRequest) error {
+	stream, err := c.DetachRemote(ctx, connect.NewRequest(&gpuctlv1.DetachRemoteRequest{
+		Host: r.GetHost(), Machine: r.GetMachine(), Gpu: r.GetGpu(), Unconfirmed: r.GetUnconfirmed(), Plan: r.GetPlan(),
+	}))
+	if err != nil {
+		return err
+	}
+	return a.followDevice(stream, "VM %s has given %s back", true)
+}
+
+// endServe ends that a VM serves others.
+func (a *app) endServe(ctx context.Context, c gpuctlv1connect.DeviceServiceClient, r *gpuctlv1.DetachRequest) error {
+	stream, err := c.EndServe(ctx, connect.NewRequest(&gpuctlv1.EndServeRequest{
+		Host: r.GetHost(), Machine: r.GetMachine(), Unconfirmed: r.GetUnconfirmed(), Plan: r.GetPlan(),
+	}))
+	if err != nil {
+		return err
+	}
+	return a.followDevice(stream, "VM %s serves nobody any more (%s)", true)
+}
+
 func (a *app) detachCommand() *cobra.Command {
 	req := &gpuctlv1.DetachRequest{}
+	var remote, serves bool
 	cmd := &cobra.Command{
 		Use: "detach VM [GPU]", Short: "Take a GPU back from a VM",
 		Long: `Take a card back from a VM: its gpuguest lets go of it and confirms that it can be
 detached, it is detached, reset, read back and returned to its driver. A card that
 no reset brings back is quarantined. A detach that the VM does not answer cannot be
 undone on Xen; so nothing is begun before the VM has confirmed. A slice is named by
-its card, or by its id or function where the VM has several of one card.`,
+its card, or by its id or function where the VM has several of one card.
+
+A remote GPU is taken back with --remote, or where the VM has no card, or by its name.
+Sessions that compute on it come home to the VM's own card first. If it has none, it is
+refused; with --unconfirmed they are lost.
+
+With --serves the VM is no service VM any more, and keeps its cards. It is refused while
+others have parts of its GPUs; with --unconfirmed what computes there is lost. No card of
+it is detached while others have parts of them.`,
 		Example: `  gpuctl detach web1
   gpuctl detach web1 nvidia-0 --persistent
+  gpuctl detach web1 --remote
+  gpuctl detach gpuvm --serves
   gpuctl detach web1 --unconfirmed --plan`,
 		Args: arguments(cobra.RangeArgs(1, 2)), ValidArgsFunction: a.completeMachineAndGPU,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -260,6 +387,23 @@ its card, or by its id or function where the VM has several of one card.`,
 			if err != nil {
 				return err
 			}
+			if serves {
+				if err := without(cmd, "a service VM", "remote", "persistent"); err != nil {
+					return err
+				}
+				if req.GetGpu() != "" {
+					return cmdutil.Usage(errors.New("--serves is about all cards of the VM: name none"))
+				}
+				return a.endServe(cmd.Context(), c, req)
+			}
+			if remote {
+				if err := without(cmd, "a remote GPU", "persistent"); err != nil {
+					return err
+				}
+			}
+			if remote || !req.GetPersistent() && a.hasRemote(cmd.Context(), c, req) {
+				return a.detachRemote(cmd.Context(), c, req)
+			}
 			stream, err := c.Detach(cmd.Context(), connect.NewRequest(req))
 			if err != nil {
 				return err
@@ -268,6 +412,8 @@ its card, or by its id or function where the VM has several of one card.`,
 		},
 	}
 	f := cmd.Flags()
+	f.BoolVar(&remote, "remote", false, "the GPU that a host lends to the VM")
+	f.BoolVar(&serves, "serves", false, "end that the VM's cards serve others")
 	f.BoolVar(&req.Persistent, "persistent", false, "also from the VM's stored definition")
 	f.BoolVar(&req.Unconfirmed, "unconfirmed", false, "although no gpuguest says that the VM has let go of it")
 	f.BoolVar(&req.Plan, "plan", false, "only say what would be done, and what is against it")

@@ -135,6 +135,9 @@ can. A claim of the same name with the same needs is answered as it is.`,
 			} else if claim.Id, err = newClaimName(); err != nil {
 				return err
 			}
+			if err := times(cmd, "timeout"); err != nil {
+				return err
+			}
 			if wait {
 				claim.Unmet = clusterv1.Unmet_UNMET_WAIT
 			}

@@ -14,6 +14,7 @@ import (
 
 	"connectrpc.com/connect"
 	"github.com/spf13/cobra"
+	"google.golang.org/protobuf/proto"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/internal/cli/view"
@@ -146,8 +147,12 @@ func (a *app) printDescription(k kind, res *clusterv1.DescribeResponse) error {
 	}
 	d := &describer{a: a, w: a.Out}
 	fields := view.Of(o)
-	if migration != nil { // its steps are shown as a table
-		fields = slices.DeleteFunc(fields, func(m view.Member) bool { return m.Name == "steps" })
+	if migration != nil { // its steps, and the sessions that it has lost, are shown as tables
+		shown := proto.CloneOf(migration)
+		if shown.Machine != nil {
+			shown.Machine.Lost = nil
+		}
+		fields = slices.DeleteFunc(view.Of(shown), func(m view.Member) bool { return m.Name == "steps" })
 	}
 	d.object(fields, "")
 	if migration != nil {

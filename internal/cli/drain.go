@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
-	"time"
 
 	"github.com/spf13/cobra"
 
@@ -37,8 +36,8 @@ which VMs can be moved and which would have to be stopped, and changes nothing.`
 			if f.parallel < 1 || f.parallel > maxParallel {
 				return cmdutil.Usage(fmt.Errorf("--parallel %d: want 1 to %d", f.parallel, maxParallel))
 			}
-			if cmd.Flags().Changed("deadline") && f.deadline < time.Millisecond {
-				return cmdutil.Usage(fmt.Errorf("--deadline %v: want a time, as 60s", f.deadline))
+			if err := times(cmd, "deadline"); err != nil {
+				return err
 			}
 			c, err := a.connectCluster()
 			if err != nil {

@@ -244,7 +244,7 @@ func (a *app) evacuate(ctx context.Context, c clusterClient, req *clusterv1.SetD
 // evacuated prints the summary.
 func (a *app) evacuated(ctx context.Context, host string, v vms, all []moved) error {
 	entries := []view.Object{}
-	var stay []string
+	var stay, lost []string
 	for _, m := range all {
 		entry := view.Object{
 			{Name: "machine", Value: m.vm.m.GetName()},
@@ -255,11 +255,17 @@ func (a *app) evacuated(ctx context.Context, host string, v vms, all []moved) er
 			{Name: "took_ns", Value: m.last.GetTookNs()},
 			{Name: "stopped_ns", Value: m.last.GetStoppedNs()},
 			{Name: "message", Value: m.why},
+			{Name: "lost", Value: view.List(m.last.GetLost())},
 		}
 		entries = append(entries, entry)
 		if m.end != endDone {
 			stay = append(stay, m.vm.m.GetName())
 			fmt.Fprintln(a.Err, clean(m.vm.m.GetName()+" stays: "+m.why))
+			continue
+		}
+		if err := lostError(m.vm.m.GetName(), m.last); err != nil {
+			lost = append(lost, m.vm.m.GetName())
+			fmt.Fprintln(a.Err, err)
 		}
 	}
 	if a.structured() {
@@ -274,6 +280,8 @@ func (a *app) evacuated(ctx context.Context, host string, v vms, all []moved) er
 	case len(stay) > 0:
 		return fmt.Errorf("%d of %s moved away from host %s; %s: stop what can't be moved, or fix what is said and repeat gpuctl drain %s --move",
 			len(all)-len(stay), plural(len(all), "VM", "VMs"), clean(host), clean(strings.Join(stay, ", "))+plural2(len(stay), " stays", " stay"), clean(host))
+	case len(lost) > 0:
+		return fmt.Errorf("host %s is empty; sessions of %s were lost on the way, or could not be asked for", clean(host), clean(strings.Join(lost, ", ")))
 	case a.structured():
 		return nil
 	case len(all) == 0:

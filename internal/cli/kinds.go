@@ -134,6 +134,7 @@ func (k kind) fields() []view.Field {
 		}
 	case clusterv1.Kind_KIND_MIGRATION:
 		fields = slices.DeleteFunc(fields, func(f view.Field) bool { return f.Name == "done" })
+		fields = append(fields, view.Field{Name: "lost", Type: "int"}) // sessions of the VM that were lost on the way
 	}
 	slices.SortFunc(fields, func(x, y view.Field) int { return strings.Compare(x.Name, y.Name) })
 	return fields

@@ -113,6 +113,23 @@ type sessionView struct {
 	Owner  string     `json:"owner,omitempty"` // whose share of the GPU it uses
 	Weight uint32     `json:"weight,omitempty"`
 	Share  *shareView `json:"share,omitempty"`
+
+	ToFar   *trafficView `json:"to_far,omitempty"` // of a session whose GPU is another host's
+	FromFar *trafficView `json:"from_far,omitempty"`
+}
+
+// trafficView is what one end of a carrier's connections has sent, in bytes.
+type trafficView struct {
+	Plain        uint64 `json:"plain"`
+	Compressed   uint64 `json:"compressed"`    // before
+	CompressedTo uint64 `json:"compressed_to"` // and after
+}
+
+func viewTraffic(t *gpuctlv1.Traffic) *trafficView {
+	if t == nil {
+		return nil
+	}
+	return &trafficView{t.GetPlain(), t.GetCompressed(), t.GetCompressedTo()}
 }
 
 func viewSession(s *gpuctlv1.Session) sessionView {
@@ -124,6 +141,7 @@ func viewSession(s *gpuctlv1.Session) sessionView {
 		Queues: u.GetQueues(), Contexts: u.GetContexts(), Calls: u.GetCalls(), Launches: u.GetLaunches(), Generation: s.GetGeneration(),
 		SuspendedTo: s.GetSuspendedTo(), Message: s.GetMessage(), DeviceName: s.GetDevice().GetName(), DeviceType: s.GetDevice().GetType(),
 		Owner: s.GetOwner(), Weight: s.GetWeight(), Share: viewShare(s.GetShare()),
+		ToFar: viewTraffic(u.GetToFar()), FromFar: viewTraffic(u.GetFromFar()),
 	}
 	if ms := s.GetStartedUnixMs(); ms > 0 {
 		v.Started = time.UnixMilli(ms).UTC().Format(time.RFC3339)
@@ -207,6 +225,9 @@ func gpuState(g *gpuctlv1.GPU) string {
 	var who []string
 	for _, o := range g.GetOwners() {
 		name := o.GetClaim()
+		if strings.HasPrefix(o.GetOwner(), "vm:") {
+			name = o.GetOwner()
+		}
 		if o.GetHost() != "" {
 			name += ", lent to " + o.GetHost()
 		}
@@ -479,11 +500,24 @@ func (a *app) describeSession(ctx context.Context, c client, name string) error 
 
 // portableRows describes what a session of OpenCL has.
 func portableRows(v sessionView, u *gpuctlv1.Usage) [][2]string {
-	return [][2]string{
+	rows := [][2]string{
 		{"Memory", fmt.Sprintf("%s, largest %s, %s not copied yet", size.Format(v.Memory), size.Format(v.LargestAlloc), size.Format(v.Dirty))},
 		{"Objects", fmt.Sprintf("%d contexts, %d queues, %d buffers, %d images, %d programs, %d kernels", v.Contexts, v.Queues, v.Buffers, v.Images, v.Programs, v.Kernels)},
 		{"Calls", fmt.Sprintf("%d, %d launches, largest work-group %d", v.Calls, v.Launches, u.GetLargestWorkGroup())},
 	}
+	if u.GetToFar() != nil {
+		rows = append(rows, [2]string{"Sent to the GPU", trafficText(u.GetToFar())}, [2]string{"Sent by the GPU", trafficText(u.GetFromFar())})
+	}
+	return rows
+}
+
+// trafficText returns in words what a carrier, or its far executor, has sent.
+func trafficText(t *gpuctlv1.Traffic) string {
+	text := size.Format(t.GetPlain())
+	if t.GetCompressed() > 0 {
+		text += fmt.Sprintf(", and %s compressed to %s", size.Format(t.GetCompressed()), size.Format(t.GetCompressedTo()))
+	}
+	return text
 }
 
 // elsewhere returns in words that a session computes on a GPU of another host, and

@@ -60,13 +60,15 @@ func TestMachineScripts(t *testing.T) {
 func controlMachines(ts *testscript.TestScript, _ bool, args []string) {
 	m, ok := ts.Value("machines").(*clitest.Machines)
 	if !ok || len(args) < 2 {
-		ts.Fatalf("usage: machines fail|stick STEP MESSAGE, machines pause|go STEP, machines most N, machines mute HOST, machines care GPU")
+		ts.Fatalf("usage: machines fail|stick STEP MESSAGE, machines lose SESSION REASON, machines pause|go STEP, machines most N, machines mute HOST, machines care GPU")
 	}
 	switch args[0] {
 	case "fail":
 		m.FailAt(args[1], args[2])
 	case "stick":
 		m.StickAt(args[1], args[2])
+	case "lose":
+		m.Lose(args[1], args[2])
 	case "pause":
 		m.PauseAt(args[1])
 	case "go":
@@ -77,6 +79,11 @@ func controlMachines(ts *testscript.TestScript, _ bool, args []string) {
 		m.Most(n)
 	case "mute":
 		m.Mute(args[1])
+	case "cuda":
+		if len(args) != 5 {
+			ts.Fatalf("usage: machines cuda VM SESSION REFUSES FAILS")
+		}
+		m.Compute(args[1], args[2], args[3], args[4])
 	case "care":
 		m.Judge(args[1], &gpuctlv1.IsolationResponse{
 			Gpu: args[1], Verdict: "care", Summary: "its group has more in it", Source: "xen", Together: []string{"0000:65:00.0", "0000:65:00.1"},

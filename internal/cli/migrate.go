@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -19,7 +18,6 @@ import (
 	"github.com/gpuctl/gpuctl/internal/cli/view"
 	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/reason"
-	"github.com/gpuctl/gpuctl/internal/size"
 	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
@@ -31,6 +29,7 @@ const (
 	endDone       = "done"
 	endRolledBack = "rolled_back"
 	endHeld       = "held"
+	endWaiting    = "waiting"
 	endRefused    = "refused" // gpuctl's own: it was not started
 )
 
@@ -52,6 +51,8 @@ type machineFlags struct {
 	deadline time.Duration
 	noWait   bool
 	cold     bool
+	live     string
+	wait     bool
 }
 
 func (f *machineFlags) add(cmd *cobra.Command) {
@@ -60,12 +61,22 @@ func (f *machineFlags) add(cmd *cobra.Command) {
 	flags.DurationVar(&f.deadline, "deadline", 0, "of a VM: the longest `time` that it may take (default any)")
 	flags.BoolVar(&f.noWait, "no-wait", false, "of a VM: return when it has begun")
 	flags.BoolVar(&f.cold, "force-cold", false, "of a VM that can't be moved alive: stop it, and start it with the other card; its applications end")
+	flags.StringVar(&f.live, "live", "", "of a VM: let its applications compute on a remote `GPU` while it moves, or never (default where that shortens their downtime)")
+	flags.Lookup("live").NoOptDefVal = liveAlways
+	_ = cmd.RegisterFlagCompletionFunc("live", cobra.FixedCompletions([]string{liveAlways, liveNever}, cobra.ShellCompDirectiveNoFileComp))
+	flags.BoolVar(&f.wait, "wait", false, "of a VM, with --live: stop before it gets its card, with its applications on the remote GPU, until gpuctl migrations resume or abort; without --to it is its own card")
 	onFlag(cmd, &f.on, "`host` of the VM (default where it is found)")
 }
 
+// Values of --live, with hostd's names.
+const (
+	liveAlways = "always"
+	liveNever  = "never"
+)
+
 // named returns an error if flags were given that are for VMs only.
 func (f *machineFlags) named(cmd *cobra.Command) error {
-	for _, name := range []string{"deadline", "no-wait", "force-cold"} {
+	for _, name := range []string{"deadline", "no-wait", "force-cold", "live", "wait"} {
 		if cmd.Flags().Changed(name) {
 			return cmdutil.Usage(fmt.Errorf("--%s is for VMs, and this is a session; a VM is meant with --vm", name))
 		}
@@ -78,6 +89,12 @@ func (f *machineFlags) check(cmd *cobra.Command) error {
 		if cmd.Flags().Changed(name) {
 			return cmdutil.Usage(fmt.Errorf("--%s is for sessions, and this is a VM", name))
 		}
+	}
+	if f.live != "" && f.live != liveAlways && f.live != liveNever {
+		return cmdutil.Usage(fmt.Errorf("--live=%s: want --live, or --live=never", f.live))
+	}
+	if f.wait && f.live != liveAlways {
+		return cmdutil.Usage(errors.New("--wait is for --live: the applications compute on a remote GPU meanwhile"))
 	}
 	if cmd.Flags().Changed("deadline") && f.deadline < time.Millisecond {
 		return cmdutil.Usage(fmt.Errorf("--deadline %v: want a time, as 60s", f.deadline))
@@ -365,19 +382,68 @@ func (a *app) ended(ctx context.Context, verb, name string, u *gpuctlv1.MachineP
 	if v := m.GetVerb(); v != "" {
 		verb = v
 	}
+	if u.GetEnd() == endWaiting {
+		if a.structured() {
+			return lostError(name, u)
+		}
+		if err := a.say(clean(fmt.Sprintf("migration %s waits: %s", id, orWord(u.GetMessage(), m.GetMessage())))); err != nil {
+			return err
+		}
+		return lostError(name, u)
+	}
 	if u.GetEnd() != endDone {
 		return errors.New(endWords(verb, name, u, m))
 	}
 	if a.structured() {
-		return nil
+		return lostError(name, u)
 	}
 	if err := a.say(clean(a.doneWords(ctx, name, u, m))); err != nil {
 		return err
+	}
+	if lost := lostError(name, u); lost != nil {
+		return lost // which says more than the message does
 	}
 	if u.GetMessage() != "" {
 		fmt.Fprintln(a.Err, clean(u.GetMessage()))
 	}
 	return nil
+}
+
+// lostError returns the error of a command whose VM has arrived, and sessions of it were lost
+// on the way; nil: none was. Where that could not be asked, it is an error, too.
+func lostError(name string, u *gpuctlv1.MachineProgress) error {
+	text := lostWords(u.GetLost())
+	if text == "" && u.GetLostUnknown() == "" {
+		return nil
+	}
+	if text == "" {
+		text = "which sessions were lost on the way is not known: " + u.GetLostUnknown() + "; look whether its applications go on"
+		return cmdutil.WithCode(errors.New(clean("VM "+name+": "+text)), cmdutil.Failed)
+	}
+	r := reason.Of(reason.Errorf(reason.SessionsLost, "%s", text))
+	return cmdutil.WithCode(errors.New(clean(withAdvice("VM "+name+": "+text, r)+"; gpuctl describe migration "+u.GetId()+" lists them")), r.Exit)
+}
+
+// lostNamed is how many lost sessions a sentence names.
+const lostNamed = 10
+
+// lostWords returns in words which sessions were lost; empty: none.
+func lostWords(lost []*gpuctlv1.LostSession) string {
+	if len(lost) == 0 {
+		return ""
+	}
+	var out []string
+	for _, l := range lost[:min(len(lost), lostNamed)] {
+		text := l.GetId()
+		if l.GetCommand() != "" {
+			text += " (" + l.GetCommand() + ")"
+		}
+		out = append(out, text+": "+orWord(l.GetReason(), "hostd does not say why"))
+	}
+	if more := len(lost) - lostNamed; more > 0 {
+		out = append(out, fmt.Sprintf("and %d more", more))
+	}
+	return fmt.Sprintf("%s lost on the way: %s", plural(len(lost), "session was", "sessions were"), strings.Join(out, "; "))
 }
 
 // doneWords returns in words where a VM is now.
@@ -415,6 +481,9 @@ func endWords(verb, name string, u *gpuctlv1.MachineProgress, m *clusterv1.Migra
 	switch u.GetEnd() {
 	case endRolledBack:
 		text += "was rolled back, it goes on as it was"
+		if len(u.GetLost()) > 0 {
+			text += ", but for the sessions that were lost,"
+		}
 		if host := m.GetMachine().GetFromHost(); host != "" {
 			text += " on " + host
 		}
@@ -423,14 +492,25 @@ func endWords(verb, name string, u *gpuctlv1.MachineProgress, m *clusterv1.Migra
 		}
 		text += ": " + orWord(why, "hostd does not say why")
 	case endHeld:
-		text += "is held, its applications are frozen and their state is safe: " + orWord(why, "hostd does not say why")
+		text += heldWords(m) + orWord(why, "hostd does not say why")
 		if u.GetNext() == "" { // or the message contains it
 			text += fmt.Sprintf("; fix the cause, then gpuctl migrations resume %s", id)
+		}
+		if lost := lostWords(u.GetLost()); lost != "" { // the message of another end has them
+			text += "; " + lost
 		}
 	default:
 		text += fmt.Sprintf("failed: %s; gpuctl describe migration %s says where things are", orWord(why, "hostd does not say why"), id)
 	}
 	return clean(text)
+}
+
+// heldWords returns in words what the applications of a held migration do.
+func heldWords(m *clusterv1.Migration) string {
+	if gpu := m.GetMachine().GetFarGpu(); gpu != "" {
+		return "is held, and " + gpu + " is kept for its applications: "
+	}
+	return "is held, its applications are frozen and their state is safe: "
 }
 
 // migration returns the record of a migration; nil if it cannot be read.
@@ -598,138 +678,4 @@ func (a *app) impossible(verb, name string, r *gpuctlv1.MachinePlanResponse) err
 
 func possible(r *gpuctlv1.MachinePlanResponse) bool {
 	return len(r.GetReasons()) == 0 && len(r.GetCandidates()) > 0
-}
-
-func rejectionHeading() []string { return []string{"HOST", "GPU", "MODEL", "REASON"} }
-
-// reasonRows returns all reasons against a migration: first those against the VM itself,
-// then host by host. Cells that are equal to those above are left blank.
-func reasonRows(r *gpuctlv1.MachinePlanResponse) [][]string {
-	var rows [][]string
-	add := func(first []string, reasons []*gpuctlv1.Reason) {
-		for i, why := range reasons {
-			row := slices.Clone(first)
-			if i > 0 {
-				row = []string{" ", " ", " "}
-			}
-			rows = append(rows, append(row, why.GetMessage()))
-		}
-	}
-	add([]string{"any", "any", "any"}, r.GetReasons())
-	for _, x := range r.GetRejected() {
-		gpu, model := strings.TrimPrefix(x.GetGpu(), x.GetHost()+"/"), x.GetModel()
-		if gpu == "" {
-			gpu, model = "any", "any"
-		}
-		add([]string{x.GetHost(), gpu, model}, x.GetReasons())
-	}
-	return rows
-}
-
-// printMachinePlan prints a plan. If it is impossible, it returns exit status 3.
-func (a *app) printMachinePlan(verb string, r *gpuctlv1.MachinePlanResponse) error {
-	var refused error
-	if !possible(r) {
-		refused = a.impossible(verb, r.GetMachine(), r)
-	}
-	if a.structured() {
-		if err := a.print(view.Of(r)); err != nil {
-			return err
-		}
-		return refused
-	}
-	from := r.GetMachine() + " on " + r.GetHost()
-	if len(r.GetGpus()) > 0 {
-		from += " with " + strings.Join(r.GetGpus(), ", ")
-	}
-	rows := [][2]string{{"VM", from}}
-	if r.GetSessions() > 0 || r.GetGpuState() > 0 {
-		text := plural(int(r.GetSessions()), "session", "sessions") + ", " + size.Format(r.GetGpuState()) + " of GPU memory"
-		if r.GetAway() > 0 {
-			text += ", of which " + size.Format(r.GetAway()) + " leave the VM for its hosts' memory"
-		}
-		rows = append(rows, [2]string{"Applications", text})
-	}
-	if best := r.GetCandidates(); refused == nil {
-		to := "host " + best[0].GetHost()
-		if gpu := best[0].GetGpu(); gpu != "" {
-			to = fmt.Sprintf("%s (%s)", gpu, best[0].GetModel())
-		}
-		rows = append(rows, [2]string{"To", to},
-			[2]string{"Takes", takes(best[0])})
-		if r.GetCold() {
-			rows = append(rows, [2]string{"Cold", "it is stopped and started; its applications end" + whyCold(r)})
-		}
-	}
-	for _, n := range r.GetNotes() {
-		rows = append(rows, [2]string{"Note", clean(n.GetMessage())})
-	}
-	if err := a.pairs(rows); err != nil {
-		return err
-	}
-	if refused == nil {
-		if err := a.printCandidates(r.GetCandidates()); err != nil {
-			return err
-		}
-	}
-	if err := a.section("Rejected", rejectionHeading(), reasonRows(r)); err != nil {
-		return err
-	}
-	return refused
-}
-
-// whyCold returns why a VM cannot be migrated live.
-func whyCold(r *gpuctlv1.MachinePlanResponse) string {
-	var out []string
-	for _, w := range r.GetWarmReasons() {
-		out = append(out, clean(w.GetMessage()))
-	}
-	if len(out) == 0 {
-		return ""
-	}
-	return ": " + strings.Join(out, "; ")
-}
-
-// takes returns the predicted times of a candidate.
-func takes(c *gpuctlv1.MachineCandidate) string {
-	text := "about " + expected(c.GetPredictedNs(), c.GetTotal(), lasted)
-	if c.GetPredictedStopNs() > 0 {
-		text += ", downtime of its applications " + expected(c.GetPredictedStopNs(), c.GetStop(), lasted)
-	}
-	return text + notMeasured(c.GetTotal())
-}
-
-// between returns a prediction for a table.
-func between(likely int64, p *gpuctlv1.Prediction) string {
-	if likely == 0 {
-		return ""
-	}
-	return expected(likely, p, lasted)
-}
-
-func (a *app) printCandidates(all []*gpuctlv1.MachineCandidate) error {
-	var rows, steps [][]string
-	for _, c := range all {
-		rows = append(rows, []string{
-			c.GetHost(), strings.TrimPrefix(c.GetGpu(), c.GetHost()+"/"), c.GetModel(), between(c.GetPredictedNs(), c.GetTotal()), between(c.GetPredictedStopNs(), c.GetStop()), bytesOr(c.GetBytes(), ""),
-		})
-	}
-	for i, s := range all[0].GetSteps() {
-		steps = append(steps, []string{strconv.Itoa(i + 1), s.GetName(), between(s.GetPredictedNs(), s.GetPrediction()), bytesOr(s.GetBytes(), ""), s.GetWhat(), s.GetUndo()})
-	}
-	if err := a.section("Candidates, the best first", []string{"HOST", "GPU", "MODEL", "TAKES", "DOWNTIME", "COPIES"}, rows); err != nil {
-		return err
-	}
-	return a.section("Steps of the best", []string{"STEP", "NAME", "TAKES", "COPIES", "WHAT", "UNDO"}, steps)
-}
-
-// section prints a table with a title. Without rows, it prints nothing.
-func (a *app) section(title string, heading []string, rows [][]string) error {
-	if len(rows) == 0 {
-		return nil
-	}
-	if err := a.say("\n" + title + ":"); err != nil {
-		return err
-	}
-	return table(a.Out, heading, rows)
 }

@@ -64,7 +64,20 @@ func (a *app) migrationColumns() []column {
 		col("MESSAGE", func(m T) string { return a.cut(m.GetMessage(), 48) }),
 		wide("DRIVER", T.GetDriver), wide("COPIED", func(m T) string { return bytesOr(m.GetBytes(), "") }),
 		wide("PREDICTED", func(m T) string { return lastedOr(m.GetMachine().GetPredictedNs()) }), wide("CLAIM", T.GetClaim),
+		wide("LOST", func(m T) string { return lostNames(m.GetMachine().GetLost()) }),
 	}
+}
+
+// lostNames returns the names of lost sessions.
+func lostNames(lost []*gpuctlv1.LostSession) string {
+	var names []string
+	for _, l := range lost[:min(len(lost), lostNamed)] {
+		names = append(names, l.GetId())
+	}
+	if len(lost) > lostNamed {
+		names = append(names, "…")
+	}
+	return strings.Join(names, ",")
 }
 
 func lastedOr(ns int64) string {
@@ -86,6 +99,9 @@ func migrationState(m *clusterv1.Migration) string {
 	state := strings.ReplaceAll(view.Word(m.GetState()), "_", " ")
 	if m.GetState() == clusterv1.MigrationState_MIGRATION_STATE_RUNNING && m.GetMachine().GetAborting() {
 		state += " (aborting)"
+	}
+	if n := len(m.GetMachine().GetLost()); n > 0 {
+		state += fmt.Sprintf(", %d lost", n)
 	}
 	return state
 }
@@ -221,8 +237,8 @@ func (a *app) watchMigrationCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "watch ID", Short: "Follow a migration of a VM to its end",
 		Long: `Follow a migration of a VM to its end. The exit status is 0 when it is done and 1
-when it was rolled back, is held or failed. Interrupting it leaves the migration as
-it is.`,
+when it was rolled back, is held or failed, or sessions were lost on the way.
+Interrupting it leaves the migration as it is.`,
 		Example: "  gpuctl migrations watch m7",
 		Args:    arguments(cobra.ExactArgs(1)), ValidArgsFunction: a.completeMigrations(`state == "running"`),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -282,6 +298,11 @@ func (d *describer) moved(m *clusterv1.Migration) {
 		rows = slices.DeleteFunc(rows, func(r []string) bool { return r[1] == "" && r[2] == "" })
 		d.table("times", []string{"OF", "PREDICTED", "ACTUAL", "DIFFERENCE"}, rows)
 	}
+	var lost [][]string
+	for _, l := range m.GetMachine().GetLost() {
+		lost = append(lost, []string{l.GetId(), l.GetCommand(), l.GetReason()})
+	}
+	d.table("sessions that were lost on the way", []string{"SESSION", "COMMAND", "REASON"}, lost)
 	var rows [][]string
 	for _, s := range m.GetSteps() {
 		undo, took := "", "runs"

@@ -42,6 +42,8 @@ type resultView struct {
 	Ended          bool         `json:"ended"` // the application has ended
 	Error          string       `json:"error,omitempty"`
 	Rehearsed      bool         `json:"rehearsed"`
+	BytesStraight  uint64       `json:"bytes_straight,omitempty"` // of the bytes copied: between two remote GPUs, not through this host
+	Detour         string       `json:"detour,omitempty"`         // why not
 	Session        *sessionView `json:"session,omitempty"`
 }
 
@@ -55,7 +57,7 @@ func viewResult(r *gpuctlv1.SwapResult) resultView {
 	v := resultView{
 		StoppedNs: r.GetStoppedNs(), TotalNs: r.GetTotalNs(), BytesPrecopied: r.GetBytesPrecopied(), BytesFrozen: r.GetBytesFrozen(),
 		Steps: []stepView{}, Refused: r.GetRefused(), RolledBack: r.GetRolledBack(), Held: r.GetHeld(), Ended: r.GetEnded(), Error: r.GetError(),
-		Rehearsed: r.GetRehearsed(),
+		Rehearsed: r.GetRehearsed(), BytesStraight: r.GetBytesStraight(), Detour: r.GetDetour(),
 	}
 	for _, s := range r.GetSteps() {
 		v.Steps = append(v.Steps, stepView{s.GetStep(), s.GetStartNs(), s.GetDurationNs()})
@@ -87,40 +89,61 @@ func summary(r *gpuctlv1.SwapResult) string {
 	if copied := r.GetBytesPrecopied() + r.GetBytesFrozen(); copied > 0 {
 		text += fmt.Sprintf(", copied %s (%s before the stop)", size.Format(copied), size.Format(r.GetBytesPrecopied()))
 	}
+	if n := r.GetBytesStraight(); n > 0 {
+		text += fmt.Sprintf(", %s straight between the two hosts", size.Format(n))
+	}
+	if why := r.GetDetour(); why != "" {
+		text += ", through this host: " + why
+	}
 	return text
 }
 
 // follow shows an operation until it ends.
 func (a *app) follow(what string, stream *connect.ServerStreamForClient[gpuctlv1.OperationUpdate]) error {
+	return a.followTo(what, "no GPU can serve it; it goes on as it was", "it goes on as it was", stream)
+}
+
+// followTo does the same. refused and rolledBack say how the session is then.
+func (a *app) followTo(what, refused, rolledBack string, stream *connect.ServerStreamForClient[gpuctlv1.OperationUpdate]) error {
 	defer stream.Close()
+	last, err := a.followOne(stream)
+	switch {
+	case err != nil:
+		return err
+	case last == nil:
+		return errors.New("hostd went away; gpuctl sessions says where the session is")
+	}
+	return a.judge(what, refused, rolledBack, last)
+}
+
+// followOne shows the next operation of a stream until it ends, and returns its last message;
+// nil: there is no further operation.
+func (a *app) followOne(stream *connect.ServerStreamForClient[gpuctlv1.OperationUpdate]) (last *gpuctlv1.OperationUpdate, err error) {
 	show := a.newProgress()
-	var last *gpuctlv1.OperationUpdate
+	defer show.end()
 	for stream.Receive() {
 		u := stream.Msg()
 		if a.structured() {
 			if err := a.printLine(viewUpdate(u)); err != nil {
-				return err
+				return nil, err
 			}
 		}
 		if u.GetProgress().GetResult() != nil {
-			last = u
-			break
+			return u, nil
 		}
 		show.update(u.GetProgress())
 	}
-	show.end()
-	if last == nil {
-		if err := stream.Err(); err != nil {
-			return err
-		}
-		return errors.New("hostd went away; gpuctl sessions says where the session is")
-	}
+	return nil, stream.Err()
+}
+
+// judge prints how an operation has ended, or returns it as an error.
+func (a *app) judge(what, refused, rolledBack string, last *gpuctlv1.OperationUpdate) error {
 	r := last.GetProgress().GetResult()
 	switch {
 	case r.GetRefused():
-		return a.refuse(fmt.Sprintf("%s of session %s refused: no GPU can serve it; it goes on as it was", what, last.GetSession()), last.GetRejected())
+		return a.refuse(fmt.Sprintf("%s of session %s refused: %s", what, last.GetSession(), refused), last.GetRejected())
 	case r.GetRolledBack():
-		return fmt.Errorf("%s of session %s failed and was rolled back, it goes on as it was: %s", what, last.GetSession(), r.GetError())
+		return fmt.Errorf("%s of session %s failed and was rolled back, %s: %s", what, last.GetSession(), rolledBack, r.GetError())
 	case r.GetHeld():
 		return fmt.Errorf("%s of session %s failed and is held, the application may be frozen: %s; gpuguest goes on trying, and gpuctl sessions says when the session runs", what, last.GetSession(), r.GetError())
 	case r.GetEnded():

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"path/filepath"
 	"strings"
 	"time"
 
@@ -60,11 +59,13 @@ when it is tried.
 
 A VM moves to another host: its applications are frozen with the state of its GPU in
 the VM's own memory, the card is detached, the VM migrates live, gets a card there
-and its applications go on. Without --to the best host is chosen; --to names a host,
+and its applications go on. With --live they compute on a remote GPU meanwhile, which
+is done by itself where that shortens their downtime. Without --to the best host is chosen; --to names a host,
 a GPU or a model. Every step has its undo: when one fails the next candidate is
-tried, and then the way back.`,
+tried, and then the way back. --rehearse tries it with the VM's CUDA programs, and
+moves nothing.`,
 		to:     "`GPU, model or host` to go to (default the best; of a session it must be said)",
-		sample: "  gpuctl migrate --to oclgrind\n  gpuctl migrate 3f2a --to nvidia-1 --plan\n  gpuctl migrate 3f2a --to h2/nvidia-0\n  gpuctl migrate 3f2a --rehearse\n  gpuctl migrate web --plan\n  gpuctl migrate web --to h2 --deadline 60s\n  gpuctl migrate 3f2a --vm --on h1 --no-wait\n  gpuctl migrate web --force-cold --plan",
+		sample: "  gpuctl migrate --to oclgrind\n  gpuctl migrate 3f2a --to nvidia-1 --plan\n  gpuctl migrate 3f2a --to h2/nvidia-0\n  gpuctl migrate 3f2a --rehearse\n  gpuctl migrate web --plan\n  gpuctl migrate web --to h2 --deadline 60s\n  gpuctl migrate web --rehearse\n  gpuctl migrate web --live --plan\n  gpuctl migrate 3f2a --vm --on h1 --no-wait\n  gpuctl migrate web --force-cold --plan",
 	}
 }
 
@@ -83,6 +84,12 @@ cluster; --vm and --on say that a VM is meant. When nothing can serve, all goes 
 it is, every reason is listed and the exit status is 3.`,
 		Example: v.sample, Args: arguments(cobra.MaximumNArgs(1)), ValidArgsFunction: a.completeSessionOrMachine,
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if err := times(cmd, "freeze-timeout", "timeout", "deadline"); err != nil {
+				return err
+			}
+			if build && !plan {
+				return cmdutil.Usage(errors.New("--build is for --plan, which moves nothing; say both, or leave it out"))
+			}
 			if len(args) > 0 {
 				req.Session = args[0]
 			}
@@ -91,14 +98,14 @@ it is, every reason is listed and the exit status is 3.`,
 				return err
 			}
 			if m != nil {
-				if rehearse {
-					return cmdutil.Usage(errors.New("--rehearse is of a session; gpuctl sessions lists them"))
-				}
 				if err := machine.check(cmd); err != nil {
 					return err
 				}
+				if rehearse {
+					return a.rehearseMachine(cmd, &gpuctlv1.MachineRehearseRequest{Machine: req.GetSession(), Host: m.GetHost(), FreezeTimeoutMs: freeze.Milliseconds()})
+				}
 				return a.moveMachine(cmd.Context(), &gpuctlv1.MachinePlanRequest{
-					Machine: req.GetSession(), Host: m.GetHost(), Verb: v.name, To: req.GetTo(), DeadlineMs: machine.deadline.Milliseconds(), ForceCold: machine.cold,
+					Machine: req.GetSession(), Host: m.GetHost(), Verb: v.name, To: req.GetTo(), DeadlineMs: machine.deadline.Milliseconds(), ForceCold: machine.cold, Live: machine.live, Wait: machine.wait,
 					FreezeTimeoutMs: freeze.Milliseconds(),
 				}, plan, machine.noWait)
 			}
@@ -114,7 +121,7 @@ it is, every reason is listed and the exit status is 3.`,
 	}
 	flags := cmd.Flags()
 	if v.verb == gpuctlv1.Verb_VERB_MIGRATE {
-		flags.BoolVar(&rehearse, "rehearse", false, "of a session of CUDA programs: take its state from the GPU and put it back where it was, to see whether it can be moved")
+		flags.BoolVar(&rehearse, "rehearse", false, "take the state of CUDA programs, a session or all of a VM, from the GPU and put it back where it was, to see whether they can be moved")
 	}
 	flags.StringVar(&req.To, "to", "", v.to)
 	flags.BoolVar(&plan, "plan", false, "only say what would happen and what it would cost")
@@ -154,80 +161,23 @@ func (a *app) swap(ctx context.Context, v verb, req *gpuctlv1.HostSwapRequest, p
 // stillUsage describes --timeout.
 const stillUsage = "how `long` a downtime may be without progress while the session's executors live (default 2m, or twice --freeze-timeout)"
 
+// times refuses times that hosts, which count milliseconds, would take for none.
+func times(cmd *cobra.Command, flags ...string) error {
+	for _, name := range flags {
+		f := cmd.Flags().Lookup(name)
+		if f == nil || !f.Changed {
+			continue
+		}
+		if d, err := time.ParseDuration(f.Value.String()); err != nil || d < time.Millisecond {
+			return cmdutil.Usage(fmt.Errorf("--%s %v: want a time, as 60s", name, f.Value))
+		}
+	}
+	return nil
+}
+
 func faultFlag(cmd *cobra.Command, at *string) {
 	cmd.Flags().StringVar(at, "fail-at", "", "fail at this step, to test the way back (gpuguest needs GPUCTL_FAULTS=1)")
 	_ = cmd.Flags().MarkHidden("fail-at")
-}
-
-func (a *app) suspendCommand() *cobra.Command {
-	req := &gpuctlv1.HostSuspendRequest{}
-	var freeze, timeout time.Duration
-	cmd := &cobra.Command{
-		Use: "suspend [SESSION]", Short: "Free a session's GPU; its application waits",
-		Long: "Keep a session's state in host memory, or in a file, and free its GPU. The\napplication waits until gpuctl resume.",
-		Example: `  gpuctl suspend
-  gpuctl suspend 3f2a --file /var/tmp/3f2a.state`,
-		Args: arguments(cobra.MaximumNArgs(1)), ValidArgsFunction: a.completeSession,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			if len(args) > 0 {
-				req.Session = args[0]
-			}
-			if req.File != "" {
-				path, err := filepath.Abs(req.File)
-				if err != nil {
-					return fmt.Errorf("file %s: %w", req.File, err)
-				}
-				req.File = path
-			}
-			req.FreezeTimeoutMs, req.TimeoutMs = freeze.Milliseconds(), timeout.Milliseconds()
-			c, err := a.connect()
-			if err != nil {
-				return err
-			}
-			stream, err := c.Suspend(cmd.Context(), connect.NewRequest(req))
-			if err != nil {
-				return err
-			}
-			return a.follow("suspend", stream)
-		},
-	}
-	cmd.Flags().StringVar(&req.File, "file", "", "`file` for the state (default host memory)")
-	cmd.Flags().DurationVar(&freeze, "freeze-timeout", 0, "how long to wait for what was launched to end (default 10s)")
-	cmd.Flags().DurationVar(&timeout, "timeout", 0, stillUsage)
-	faultFlag(cmd, &req.FailAt)
-	return cmd
-}
-
-func (a *app) resumeCommand() *cobra.Command {
-	var timeout time.Duration
-	req := &gpuctlv1.HostResumeRequest{}
-	cmd := &cobra.Command{
-		Use: "resume [SESSION]", Short: "Let a suspended session go on",
-		Long: "Let a suspended session go on, on the GPU that it had if that is free, else on the\nmost similar one, or on the one named with --to.",
-		Example: `  gpuctl resume
-  gpuctl resume 3f2a --to oclgrind`,
-		Args: arguments(cobra.MaximumNArgs(1)), ValidArgsFunction: a.completeSession,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			if len(args) > 0 {
-				req.Session = args[0]
-			}
-			c, err := a.connect()
-			if err != nil {
-				return err
-			}
-			req.TimeoutMs = timeout.Milliseconds()
-			stream, err := c.Resume(cmd.Context(), connect.NewRequest(req))
-			if err != nil {
-				return err
-			}
-			return a.follow("resume", stream)
-		},
-	}
-	cmd.Flags().StringVar(&req.To, "to", "", "`GPU or model` to go on with")
-	cmd.Flags().DurationVar(&timeout, "timeout", 0, stillUsage)
-	faultFlag(cmd, &req.FailAt)
-	_ = cmd.RegisterFlagCompletionFunc("to", a.completeTo)
-	return cmd
 }
 
 // predictionView is how reliable a prediction is.
@@ -305,6 +255,17 @@ func (a *app) refuse(what string, rejected []*gpuctlv1.Candidate) error {
 	return cmdutil.WithCode(errors.New(what), cmdutil.Refused)
 }
 
+// planRefused says what a plan was refused.
+func planRefused(req *gpuctlv1.HostPlanRequest, m *gpuctlv1.HostPlanResponse) string {
+	switch {
+	case req.GetFolder() != "":
+		return fmt.Sprintf("session %s can't be suspended to %s", m.GetSession(), req.GetFolder())
+	case req.GetFrom() != "":
+		return fmt.Sprintf("session %s stays in %s: no GPU can serve it", m.GetSession(), req.GetFrom())
+	}
+	return fmt.Sprintf("session %s stays on %s: no GPU can serve it", m.GetSession(), strings.Join(m.GetFrom(), ","))
+}
+
 func (a *app) plan(ctx context.Context, c client, req *gpuctlv1.HostPlanRequest) error {
 	res, err := c.Plan(ctx, connect.NewRequest(req))
 	if err != nil {
@@ -336,15 +297,19 @@ func (a *app) plan(ctx context.Context, c client, req *gpuctlv1.HostPlanRequest)
 		}
 	}
 	if len(m.GetGpus()) == 0 {
-		return a.refuse(fmt.Sprintf("session %s stays on %s: no GPU can serve it", m.GetSession(), strings.Join(m.GetFrom(), ",")), m.GetRejected())
+		return a.refuse(planRefused(req, m), m.GetRejected())
 	}
 	if a.structured() {
 		return nil
 	}
+	to := fmt.Sprintf("%s (%s)", strings.Join(m.GetGpus(), ","), m.GetModel())
+	if req.GetFolder() != "" {
+		to = req.GetFolder()
+	}
 	rows := [][2]string{
 		{"Session", m.GetSession()},
 		{"From", strings.Join(m.GetFrom(), ",")},
-		{"To", fmt.Sprintf("%s (%s)", strings.Join(m.GetGpus(), ","), m.GetModel())},
+		{"To", to},
 		{"Steps", strings.Join(m.GetSteps(), " → ")},
 		{"Copies", size.Format(m.GetBytes())},
 	}

@@ -193,16 +193,23 @@ func (s *Stream) took(n int) {
 		s.flushAside()
 		return
 	}
-	if s.ackTimer == nil {
-		s.ackTimer = time.AfterFunc(ackDelay, func() {
-			s.mu.Lock()
-			defer s.mu.Unlock()
-			s.ackTimer = nil
-			if s.said != s.taken {
-				s.say = true
-				s.flushAside()
-			}
-		})
+	switch {
+	case s.ackTimer == nil:
+		s.ackTimer = time.AfterFunc(ackDelay, s.ackLate)
+	case !s.ackDue:
+		s.ackTimer.Reset(ackDelay)
+	}
+	s.ackDue = true
+}
+
+// ackLate acknowledges what no frame has gone with.
+func (s *Stream) ackLate() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.ackDue = false
+	if s.said != s.taken {
+		s.say = true
+		s.flushAside()
 	}
 }
 
@@ -276,7 +283,12 @@ func (s *Stream) due() bool {
 func (s *Stream) pass() {
 	c, out := s.conn, s.batch()
 	s.mu.Unlock()
-	_, err := out.WriteTo(c.Conn)
+	var err error
+	if w, ok := c.Conn.(BuffersWriter); ok {
+		_, err = w.WriteBuffers(&out)
+	} else {
+		_, err = out.WriteTo(c.Conn)
+	}
 	s.mu.Lock()
 	if err != nil && s.conn == c {
 		s.cut() // its reader finds it closed
@@ -303,6 +315,9 @@ func (s *Stream) batch() net.Buffers {
 		small = h.appendTo(small)
 	}
 	s.said, s.unsaid, s.say, s.ping = s.taken, 0, false, false
+	if s.written == s.next() {
+		s.unwritten = 0
+	}
 	if small != nil {
 		out = append(out, small)
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"sync"
 	"time"
 )
@@ -21,6 +22,12 @@ var (
 
 // ErrBroken means that a connection has ended. The stream goes on with the next one.
 var ErrBroken = errors.New("connection broken")
+
+// BuffersWriter is a connection that writes several pieces in fewer system calls than one for
+// each. It may change the slice, but not the pieces.
+type BuffersWriter interface {
+	WriteBuffers(v *net.Buffers) (int64, error)
+}
 
 // Frame is one message.
 type Frame struct {
@@ -48,21 +55,23 @@ type Stream struct {
 	done    chan struct{} // closed at the end
 	serving sync.Mutex    // held by the Serve that reads
 
-	mu       sync.Mutex
-	changed  *sync.Cond // room, acknowledgements, the end
-	err      error
-	conn     *heard
-	writing  bool
-	kept     []*kept // frames that were not acknowledged, in order
-	first    uint64  // number of the first of them
-	written  uint64  // number of the first that was not passed to conn
-	unacked  int     // bytes in kept
-	taken    uint64  // number of the last frame that the handler has taken
-	said     uint64  // the last acknowledgement that was passed to conn
-	unsaid   int     // bytes that were taken after that
-	say      bool    // an acknowledgement is due now
-	ping     bool    // the peer must hear something now
-	ackTimer *time.Timer
+	mu        sync.Mutex
+	changed   *sync.Cond // room, acknowledgements, the end
+	err       error
+	conn      *heard
+	writing   bool
+	kept      []*kept // frames that were not acknowledged, in order
+	first     uint64  // number of the first of them
+	written   uint64  // number of the first that was not passed to conn
+	unacked   int     // bytes in kept
+	unwritten int     // of them, at most, bytes that were not passed to conn
+	taken     uint64  // number of the last frame that the handler has taken
+	said      uint64  // the last acknowledgement that was passed to conn
+	unsaid    int     // bytes that were taken after that
+	say       bool    // an acknowledgement is due now
+	ping      bool    // the peer must hear something now
+	ackTimer  *time.Timer
+	ackDue    bool // ackTimer runs
 }
 
 // kept is a frame that may have to be sent again.
@@ -73,9 +82,10 @@ type kept struct {
 }
 
 const (
-	copied     = 16 << 10               // bytes up to which a body is copied
-	ackDelay   = 500 * time.Microsecond // an acknowledgement waits so long for a frame that it can go with
-	batchBytes = 1 << 20                // of one write
+	copied     = 16 << 10             // bytes up to which a body is copied
+	ackDelay   = 5 * time.Millisecond // an acknowledgement waits so long for a frame that it can go with
+	batchBytes = 1 << 20              // of one write
+	posted     = 128 << 10            // bytes that wait for another frame
 )
 
 // New returns a stream without a connection.
@@ -102,6 +112,14 @@ func New(o Options) *Stream {
 // frame; done may be nil, must not block, and is not called for what is left at the stream's
 // end. An error other than the context's is the stream's end.
 func (s *Stream) Send(ctx context.Context, f Frame, done func()) error {
+	return s.add(ctx, f, done, true)
+}
+
+// Post is Send for a frame that need not arrive before the next one does: it may wait for
+// that, so that both go in one system call. Much does not wait.
+func (s *Stream) Post(ctx context.Context, f Frame) error { return s.add(ctx, f, nil, false) }
+
+func (s *Stream) add(ctx context.Context, f Frame, done func(), now bool) error {
 	if len(f.Head) > s.o.MaxHead || len(f.Body) > s.o.MaxBody {
 		return fmt.Errorf("frame of %d and %d bytes, of %d and %d allowed: %w", len(f.Head), len(f.Body), s.o.MaxHead, s.o.MaxBody, ErrProtocol)
 	}
@@ -125,7 +143,9 @@ func (s *Stream) Send(ctx context.Context, f Frame, done func()) error {
 	}
 	s.kept = append(s.kept, k)
 	s.unacked += size
-	s.flush(h.number)
+	if s.unwritten += size; now || s.unwritten >= posted {
+		s.flush(h.number)
+	}
 	return nil
 }
 
@@ -133,6 +153,7 @@ func (s *Stream) Send(ctx context.Context, f Frame, done func()) error {
 func (s *Stream) Drain(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.flush(s.next() - 1)
 	return s.await(ctx, func() bool { return len(s.kept) == 0 })
 }
 

@@ -43,6 +43,8 @@ const (
 	MigrationOver      Code = "MIGRATION_OVER"
 	MigrationCommitted Code = "MIGRATION_COMMITTED"
 	MigrationNotHeld   Code = "MIGRATION_NOT_HELD"
+	Locked             Code = "VM_LOCKED"
+	LockManagerDown    Code = "LOCK_MANAGER_DOWN"
 
 	NoCapacity   Code = "NO_CAPACITY"
 	TooManyCalls Code = "TOO_MANY_CALLS"
@@ -71,6 +73,8 @@ const (
 	MigrationNotDriven  Code = "MIGRATION_NOT_DRIVEN"
 	TooManyFromStranger Code = "TOO_MANY_FROM_STRANGER"
 
+	SessionsLost Code = "SESSIONS_LOST"
+
 	TimedOut      Code = "TIMED_OUT"
 	Canceled      Code = "CANCELED"
 	Unimplemented Code = "UNIMPLEMENTED"
@@ -93,6 +97,7 @@ type Entry struct {
 const (
 	lookAround = "gpuctl cluster status says which hosts answer, and gpuctl get --stale reads without them"
 	askForRole = "an administrator can give you a token: gpuctl cluster token create --role ROLE"
+	startAnew  = "start the applications anew, from their own last results"
 	enrol      = "enrol first: gpuctl cluster login TOKEN"
 	enrolAnew  = "enrol anew: gpuctl cluster login TOKEN"
 )
@@ -120,6 +125,8 @@ func Table() []Entry {
 		{MigrationOver, connect.CodeFailedPrecondition, refused, false, "", "a migration has ended"},
 		{MigrationCommitted, connect.CodeFailedPrecondition, refused, false, "", "a migration is past the point where it can be undone"},
 		{MigrationNotHeld, connect.CodeFailedPrecondition, refused, false, "", "a migration does not wait for a word of the operator's"},
+		{Locked, connect.CodeFailedPrecondition, refused, false, "gpuctl vms says where it runs", "libvirt's lock manager does not let a VM run on the host: another one has its disks, mostly the same VM on another host"},
+		{LockManagerDown, connect.CodeFailedPrecondition, refused, false, "systemctl start virtlockd.socket on that host", "libvirt's lock manager does not serve on the host, so no VM can be started, resumed or received there"},
 
 		{NoCapacity, connect.CodeResourceExhausted, refused, false, "", "no free GPU meets it, or it has just been taken"},
 		{TooManyCalls, connect.CodeResourceExhausted, refused, false, "wait until one has ended", "the caller has as many calls under way as it may"},
@@ -147,6 +154,8 @@ func Table() []Entry {
 		{Stopping, connect.CodeUnavailable, gone, false, "start hostd again", "hostd is stopping"},
 		{MigrationNotDriven, connect.CodeUnavailable, gone, false, "try again in a moment", "no host drives a migration just now"},
 		{TooManyFromStranger, connect.CodeUnavailable, gone, false, "wait until one has ended", "the address of a caller without a certificate has as many calls under way as it may"},
+
+		{SessionsLost, connect.CodeDataLoss, failed, false, startAnew, "what applications had on a GPU exists no longer: their OpenCL or CUDA calls fail"},
 
 		{TimedOut, connect.CodeDeadlineExceeded, gone, false, "", "there was no answer in time; it may have been done"},
 		{Canceled, connect.CodeCanceled, failed, false, "", "the caller has left"},

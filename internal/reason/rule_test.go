@@ -37,6 +37,7 @@ var allowedText = map[string]string{
 	"guest/engine: Retry":          logged,
 	"guest/session: join":          logged,
 	"hostd/mediated: Run":          logged,
+	"hostd/borrow: serve":          logged,
 	"guest/vm/channel: Serve":      logged,
 }
 

@@ -218,22 +218,32 @@ func owner(info fs.FileInfo) int {
 }
 
 // Listen opens a Unix socket with mode 0600. It replaces a socket on which no process
-// listens. A socket that is in use is an error.
-func Listen(path string) (net.Listener, error) {
+// listens. A socket that is in use is an error, and so is a name that is not a socket's.
+func Listen(path string) (*net.UnixListener, error) { return ListenMode(path, 0o600) }
+
+// ListenMode does the same for a socket of that mode.
+func ListenMode(path string, mode os.FileMode) (*net.UnixListener, error) {
 	if Answers(path) {
 		return nil, fmt.Errorf("socket %s: another daemon is using it", path)
 	}
-	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	info, err := os.Lstat(path)
+	if err == nil && info.Mode()&fs.ModeSocket == 0 {
+		return nil, fmt.Errorf("%s is there, and is not a socket", path)
+	}
+	if err == nil {
+		err = os.Remove(path)
+	}
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("socket %s: %w", path, err)
 	}
-	l, err := net.Listen("unix", path)
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
 	if err != nil {
 		if errors.Is(err, syscall.EINVAL) {
 			return nil, fmt.Errorf("socket %s: the path is longer than a socket's may be (107 bytes)", path)
 		}
 		return nil, fmt.Errorf("socket %s: %w", path, err)
 	}
-	if err := os.Chmod(path, 0o600); err != nil {
+	if err := os.Chmod(path, mode); err != nil {
 		_ = l.Close()
 		return nil, fmt.Errorf("socket %s: %w", path, err)
 	}

@@ -22,7 +22,21 @@ func TestDefaultIsTheUsersOwn(t *testing.T) {
 
 func TestListenReplacesADeadSocketAndSparesALiveOne(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s")
-	if err := os.WriteFile(path, nil, 0o600); err != nil {
+	if err := os.WriteFile(path, []byte("precious"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Listen(path); err == nil {
+		t.Fatal("a file was replaced by a socket")
+	}
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	dead, err := Listen(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	dead.SetUnlinkOnClose(false)
+	if err := dead.Close(); err != nil {
 		t.Fatal(err)
 	}
 	l, err := Listen(path)

@@ -42,6 +42,12 @@ var (
 	ErrInvalid = errors.New("not accepted by libvirt")
 	// ErrAborted means that the job was aborted and undone.
 	ErrAborted = errors.New("aborted")
+	// ErrLocked means that libvirt's lock manager does not let the domain run here: another
+	// domain has its disks, mostly the same one on another host.
+	ErrLocked = errors.New("another domain has its disks locked")
+	// ErrLockManager means that libvirt's lock manager does not serve, so no domain can be
+	// started, resumed or received.
+	ErrLockManager = errors.New("libvirt's lock manager does not serve")
 )
 
 // Error is the error of a call. errors.Is finds the errors above, and the end of the
@@ -84,7 +90,7 @@ func (e *Error) Error() string {
 func (e *Error) Unwrap() []error { return e.why }
 
 func isKind(err error) bool {
-	for _, kind := range []error{ErrNotFound, ErrExists, ErrDenied, ErrUnsupported, ErrBusy, ErrState, ErrInvalid, ErrAborted} {
+	for _, kind := range []error{ErrNotFound, ErrExists, ErrDenied, ErrUnsupported, ErrBusy, ErrState, ErrInvalid, ErrAborted, ErrLocked, ErrLockManager} {
 		if err == kind { //nolint:errorlint // the value itself
 			return true
 		}
@@ -138,20 +144,52 @@ func (o op) answered(err error) *Error {
 	if !errors.As(err, &e) {
 		return nil
 	}
-	our := &Error{Call: o.name, Object: o.object, Code: e.Code, Message: clean(e.Message)}
-	if k := kind(libvirt.ErrorNumber(e.Code), e.Message); k != nil {
+	code, from := unmark(e.Code)
+	our := &Error{Call: o.name, Object: o.object, Code: code, Message: clean(e.Message)}
+	if k := kind(libvirt.ErrorNumber(code), from, e.Message); k != nil {
 		our.why = []error{k}
 	}
 	return our
 }
 
-// kind returns the sentinel for an error code of libvirt. Only for two codes it needs the
-// message, because libvirt has no codes of its own for these cases: an existing domain
+// Parts of libvirt that errors are from (virErrorDomain).
+const (
+	fromLocking   = 42 // the plugin of a lock manager
+	fromLockspace = 51 // virtlockd
+)
+
+// mark puts the part of libvirt that an error is from into its code: go-libvirt returns only
+// the code.
+func mark(code, from uint32) uint32 {
+	if code > 0xffff || from > 0xffff {
+		return code
+	}
+	return code | from<<16
+}
+
+func unmark(marked uint32) (code, from uint32) { return marked & 0xffff, marked >> 16 }
+
+// kind returns the sentinel for an error code of libvirt and the part of libvirt that it is
+// from. Only where libvirt has no codes of its own, it needs the message: an existing domain
 // and a missing device are "operation failed", as any other failure; a PCI device that
-// another domain has is "operation invalid", as is a domain that does not run. libvirtd
-// writes English unless it is configured otherwise. For an unknown message, it returns
-// the general meaning of the code.
-func kind(code libvirt.ErrorNumber, message string) error {
+// another domain has is "operation invalid", as is a domain that does not run; a lock manager
+// that does not serve is an internal error or one of the system. libvirtd writes English
+// unless it is configured otherwise. For an unknown message, it returns the general meaning
+// of the code.
+func kind(code libvirt.ErrorNumber, from uint32, message string) error {
+	switch code {
+	case libvirt.ErrInternalError, libvirt.ErrSystemError, libvirt.ErrOperationFailed:
+		// virtlockd's socket does not answer; or virtlockd was started anew, and does not
+		// know the folder of locks that libvirtd tells it of in its own start. The message is
+		// part of another if the process of a domain has failed before its program began.
+		if strings.Contains(message, "virtlockd-sock") || strings.Contains(message, "Lockspace for path ") && strings.Contains(message, " does not exist") {
+			return ErrLockManager
+		}
+	case libvirt.ErrResourceBusy:
+		if from == fromLocking || from == fromLockspace {
+			return ErrLocked
+		}
+	}
 	switch code {
 	case libvirt.ErrNoDomain, libvirt.ErrNoNodeDevice, libvirt.ErrDeviceMissing:
 		return ErrNotFound

@@ -15,8 +15,9 @@ import (
 // go-libvirt allocates as much memory as a length says, panics if it is negative, blocks
 // for ever if a call is answered twice, and takes an error without a code for success. So
 // each frame is first read as a whole and checked: its size, that it answers a waiting
-// call, and that its body has the form of such an answer. Events are not passed to
-// go-libvirt, which cannot decode all of them, but to event.
+// call, and that its body has the form of such an answer. In the code of an error it marks
+// which part of libvirt the error is from. Events are not passed to go-libvirt, which cannot
+// decode all of them, but to event.
 type guard struct {
 	net.Conn
 	event func(proc uint32, payload []byte) // called by the reading goroutine; may be nil
@@ -204,10 +205,11 @@ func (g *guard) reply(h header, body []byte) error {
 			return err
 		}
 		x := &xdr{b: body}
-		code, _, text := x.uint32(), x.uint32(), x.uint32()
+		code, from, text := x.uint32(), x.uint32(), x.uint32()
 		if code == 0 || text == 0 {
 			return errors.New("an error without code or text")
 		}
+		binary.BigEndian.PutUint32(body, mark(code, from))
 		return nil
 	default:
 		return fmt.Errorf("status %d", h.status)

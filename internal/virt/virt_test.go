@@ -194,6 +194,29 @@ func TestErrorsHaveKindsAndNames(t *testing.T) {
 			s.Next("suspend", deny)
 			return c.Suspend(ctx, d)
 		}, virt.ErrDenied, []string{"suspend", "denied by policy"}},
+		"locked by another host": {func() error {
+			s.Next("start", virttest.Fault{Code: 87, From: 51, Message: "resource busy: Lockspace resource '/disk' is locked"})
+			_, err := c.Start(ctx, d)
+			return err
+		}, virt.ErrLocked, []string{"start", "vm1", "/disk"}},
+		"locked, says sanlock": {func() error {
+			s.Next("resume", virttest.Fault{Code: 87, From: 42, Message: "resource busy: Failed to acquire lock: error -243"})
+			return c.Resume(ctx, d)
+		}, virt.ErrLocked, []string{"resume", "vm1"}},
+		"busy otherwise": {func() error {
+			s.Next("resume", virttest.Fault{Code: 87, Message: "resource busy: Lockspace resource '/disk' is locked"})
+			return c.Resume(ctx, d)
+		}, virt.ErrBusy, []string{"resume", "vm1"}},
+		"no lock manager": {func() error {
+			s.Next("start", virttest.Fault{Code: 1, Message: "internal error: Process exited prior to exec: libvirt: XML-RPC error : Failed to connect socket to '/run/libvirt/virtlockd-sock': Connection refused"})
+			_, err := c.Start(ctx, d)
+			return err
+		}, virt.ErrLockManager, []string{"start", "vm1", "virtlockd-sock"}},
+		"a lock manager that was started anew": {func() error {
+			s.Next("start", virttest.Fault{Code: 1, Message: "internal error: Lockspace for path /leases does not exist"})
+			_, err := c.Start(ctx, d)
+			return err
+		}, virt.ErrLockManager, []string{"start", "vm1", "/leases"}},
 		"abort on Xen": {func() error { return c.Abort(ctx, d) }, virt.ErrUnsupported, []string{"domjobabort", "libxl"}},
 		"job on old libvirt": {func() error {
 			s.Next("domjobinfo", virttest.Fault{Code: 39, Message: "unknown procedure: 298"})

@@ -21,6 +21,11 @@ install -m 755 "$here/rc.sh" "$tree/etc/lab.rc"
 make -s -C "$root/test/cl" bin/endure bin/stream
 install -d "$tree/usr/local/bin"
 install -m 755 "$root/test/cl/bin/endure" "$root/test/cl/bin/stream" "$tree/usr/local/bin/"
+# The fake of NVIDIA's driver, in a folder that only programs which are told of it use.
+make -s -C "$root/test/cuda"
+install -m 755 "$root/test/cuda/bin/cudaloop" "$root/test/cuda/bin/fakecard" "$tree/usr/local/bin/"
+install -d "$tree/usr/lib/fakecuda"
+install -m 644 "$root"/test/cuda/bin/fake/lib*.so.1 "$tree/usr/lib/fakecuda/"
 # OCL_ICD_VENDORS=/etc/lab/native leads programs to PoCL, past gpuctl.
 install -d "$tree/etc/lab/native"
 echo libpocl.so.2 >"$tree/etc/lab/native/pocl.icd"

@@ -7,6 +7,8 @@
 // squashfs file systems, the later over the earlier, with memory over them all,
 // become the root, and /etc/lab.rc in it is started if it is there.
 //
+// With lab.ip=ADDRESS/BITS its network interface has that address.
+//
 // A request and an answer are a line of JSON each. A live migration hangs the
 // channel up; it is opened anew then.
 package main
@@ -36,6 +38,13 @@ func main() {
 		os.Exit(2)
 	}
 	prepare(log)
+	if p, ok, err := address("/proc/cmdline"); err != nil {
+		log("address: %v", err)
+	} else if ok {
+		if err := connect(netDevice, p); err != nil {
+			log("network: %v", err)
+		}
+	}
 	s := newServer()
 	if disks, err := rootDisks("/proc/cmdline"); err != nil {
 		log("%v", err)

@@ -35,6 +35,10 @@ const (
 // gpuguest's, at SocketPath.
 type ComputeGuest struct {
 	Guest
+	// Network is the guest's address on the network between the hosts, with the length of its
+	// prefix; empty: it has no network. The hosts need labtest.Bridge for it.
+	Network string
+
 	image *lab.ComputeImage
 }
 
@@ -83,6 +87,34 @@ func (g *ComputeGuest) Prepare(ctx context.Context, h *lab.Host) error {
 	return err
 }
 
+// bridge is the one by which guests are on the network between the hosts.
+const bridge = "lan"
+
+// Bridge lets guests of a host be on the network between the hosts, which it puts into a
+// bridge, with the host's address. It may be repeated.
+func Bridge(ctx context.Context, h *lab.Host) error {
+	_, err := h.Run(ctx, fmt.Sprintf("set -e; ip link show %[1]s >/dev/null 2>&1 && exit 0; modprobe bridge; "+
+		"i=$(ip -o -4 address show | awk '$4 == \"%[2]s/24\" {print $2}'); ip link add %[1]s type bridge; ip address flush dev $i; "+
+		"ip link set $i master %[1]s; ip address add %[2]s/24 dev %[1]s; ip link set %[1]s up", bridge, h.Address))
+	if err != nil {
+		return fmt.Errorf("bridge of host %s: %w", h.Name, err)
+	}
+	return nil
+}
+
+// Runtimes lets programs of a host use the OpenCL runtimes of this guest's image, whose
+// Debian is the host's: its /usr is below the host's own.
+func (g *ComputeGuest) Runtimes(ctx context.Context, h *lab.Host) error {
+	const at = "/run/gpuctl-lab/base"
+	_, err := h.Run(ctx, fmt.Sprintf("set -e; test -e /usr/lib/x86_64-linux-gnu/libpocl.so.2 && exit 0; modprobe squashfs; modprobe overlay; "+
+		"mkdir -p %[1]s; mountpoint -q %[1]s || mount -r -t squashfs %[2]s %[1]s; mount -r -t overlay -o lowerdir=/usr:%[1]s/usr overlay /usr; "+
+		"test -e /usr/lib/x86_64-linux-gnu/libpocl.so.2", at, computeDisks+filepath.Base(g.image.Base)))
+	if err != nil {
+		return fmt.Errorf("runtimes of host %s: %w", h.Name, err)
+	}
+	return nil
+}
+
 // SocketPath is the socket of gpuguest's channel on the host where the guest is.
 func (g *ComputeGuest) SocketPath() string { return agentSockets + g.UUID() + ".sock" }
 
@@ -116,6 +148,10 @@ func (g *ComputeGuest) furnish() error {
 	for disk, file := range map[string]string{"xvde": g.image.Base, "xvdf": g.image.Layer} {
 		g.Extra += fmt.Sprintf("    <disk type='block' device='disk'><driver name='phy' type='raw'/><source dev='%s'/><target dev='%s' bus='xen'/><readonly/></disk>\n",
 			computeDisks+filepath.Base(file), disk)
+	}
+	if g.Network != "" {
+		g.CommandLine += " lab.ip=" + g.Network
+		g.Extra += fmt.Sprintf("    <interface type='bridge'><source bridge='%s'/></interface>\n", bridge)
 	}
 	g.Extra += fmt.Sprintf("    <channel type='unix'><source mode='bind' path='%s'/><target type='xen' name='%s'/></channel>\n", g.SocketPath(), channel.Name)
 	return nil

@@ -117,11 +117,12 @@ func malformed(a mmio.Access) mmio.Reason {
 // enter is at the start of each exit: what the hardware has done meanwhile, and a part of
 // what earlier exits left.
 func (v *VGPU) enter() {
+	v.left = v.g.config.Work
 	if v.g.running != nil {
 		v.g.pump(pumpExit)
 	}
 	if v.unread() {
-		v.work(v.g.config.Work)
+		v.work()
 	}
 }
 

@@ -9,8 +9,8 @@ import (
 )
 
 const (
-	pumpMost = 20000 // steps of the hardware in a Poll
-	pumpExit = 64    // in an exit
+	pumpMost = 2000 // steps of the hardware in a Poll
+	pumpExit = 64   // in an exit
 )
 
 // command is what a doorbell asks for: a channel's ring is to be worked off until put.

@@ -27,6 +27,7 @@ type GPU struct {
 	hw       Hardware
 	sched    *timeshare.Scheduler
 	vgpus    map[mmio.VM]*VGPU
+	changing map[mmio.VM]bool // VMs whose VGPU is being made, reset or destroyed
 	byOwner  map[nvc0.Owner]*VGPU
 	byID     map[timeshare.OwnerID]*VGPU
 	shadow   pool // frames of the reserve
@@ -73,7 +74,7 @@ func New(c Config) (*GPU, error) {
 	}
 	g := &GPU{
 		config: c, table: table, zeros: make([]byte, megabyte), hw: c.Hardware, sched: sched, wake: make(chan struct{}, 1),
-		vgpus: map[mmio.VM]*VGPU{}, byOwner: map[nvc0.Owner]*VGPU{}, byID: map[timeshare.OwnerID]*VGPU{}, owners: nvc0.Mediator,
+		vgpus: map[mmio.VM]*VGPU{}, changing: map[mmio.VM]bool{}, byOwner: map[nvc0.Owner]*VGPU{}, byID: map[timeshare.OwnerID]*VGPU{}, owners: nvc0.Mediator,
 	}
 	g.signals = g.inside[:0]
 	if err := g.hw.Tag(0, c.Reserve, nvc0.Nobody, nvc0.Mediator, nvc0.Table); err != nil {
@@ -141,8 +142,30 @@ func (g *GPU) Create(r Request) (*VGPU, error) {
 	if err := r.check(); err != nil {
 		return nil, err
 	}
+	v, err := g.reserve(r)
+	if err != nil {
+		return nil, err
+	}
+	v.scrub() // of whoever had it before there was a mediator
 	defer g.lock()()
-	if g.vgpus[r.VM] != nil {
+	delete(g.changing, r.VM)
+	if err := g.sched.Join(g.hw.Now(), v.id, r.Weight); err != nil {
+		g.giveBack(v)
+		return nil, fmt.Errorf("VM %d: share of the GPU's time: %w: %w", r.VM, ErrExhausted, err)
+	}
+	for i := range r.Channels {
+		g.hw.SetOwner(v.first+i, v.owner)
+	}
+	v.clear()
+	g.vgpus[r.VM], g.byOwner[v.owner], g.byID[v.id] = v, v, v
+	v.tell(fmt.Sprintf("has %d MiB and %d channels", r.Memory/megabyte, r.Channels))
+	return v, nil
+}
+
+// reserve takes what a VGPU has of the GPU. Until its memory is scrubbed the VM is changing.
+func (g *GPU) reserve(r Request) (*VGPU, error) {
+	defer g.lock()()
+	if g.vgpus[r.VM] != nil || g.changing[r.VM] {
 		return nil, fmt.Errorf("VM %d: %w: destroy that first", r.VM, ErrExists)
 	}
 	mb := int(r.Memory / megabyte)
@@ -156,11 +179,6 @@ func (g *GPU) Create(r Request) (*VGPU, error) {
 		return nil, fmt.Errorf("VM %d: %d channels: %w: %d are free", r.VM, r.Channels, ErrExhausted, g.channels.left())
 	}
 	window, ok := g.windows.take(1)
-	undo := func() {
-		g.memory.give(at, mb)
-		g.channels.give(first, r.Channels)
-		g.windows.give(window, 1)
-	}
 	if !ok {
 		g.memory.give(at, mb)
 		g.channels.give(first, r.Channels)
@@ -173,36 +191,54 @@ func (g *GPU) Create(r Request) (*VGPU, error) {
 	}
 	v.window64 = uint64(window) << windowBits
 	if err := g.hw.Tag(v.base, v.size, nvc0.Nobody, v.owner, nvc0.Data); err != nil {
-		undo()
+		g.memory.give(at, mb)
+		g.channels.give(first, r.Channels)
+		g.windows.give(window, 1)
 		return nil, fmt.Errorf("VM %d: memory: %w", r.VM, err)
 	}
-	if err := g.sched.Join(g.hw.Now(), v.id, r.Weight); err != nil {
-		undo()
-		_ = g.hw.Tag(v.base, v.size, v.owner, nvc0.Nobody, nvc0.Data)
-		return nil, fmt.Errorf("VM %d: share of the GPU's time: %w: %w", r.VM, ErrExhausted, err)
-	}
-	g.zero(v.owner, v.base, v.size) // of whoever had it before there was a mediator
-	for i := range r.Channels {
-		g.hw.SetOwner(first+i, v.owner)
-	}
-	v.clear()
-	g.vgpus[r.VM], g.byOwner[v.owner], g.byID[v.id] = v, v, v
-	v.tell(fmt.Sprintf("has %d MiB and %d channels", mb, r.Channels))
+	g.changing[r.VM] = true
 	return v, nil
+}
+
+// giveBack gives back what reserve took. The memory is scrubbed.
+func (g *GPU) giveBack(v *VGPU) {
+	g.channels.give(v.first, v.request.Channels)
+	g.windows.give(int(v.window64>>windowBits), 1)
+	if err := g.hw.Tag(v.base, v.size, v.owner, nvc0.Nobody, nvc0.Data); err != nil {
+		v.tell("its memory is withdrawn, as it is not its own: " + err.Error())
+		return
+	}
+	g.memory.give(int(v.base/megabyte), int(v.size/megabyte))
 }
 
 // Destroy takes a VM's VGPU away. What it had is scrubbed before anybody else can
 // get it. Errors wrap [ErrNoVGPU].
 func (g *GPU) Destroy(vm mmio.VM) error {
+	v, err := g.remove(vm)
+	if err != nil {
+		return err
+	}
+	v.scrub()
+	defer g.lock()()
+	delete(g.changing, vm)
+	g.giveBack(v)
+	v.tell("is gone")
+	g.dispatch()
+	return nil
+}
+
+// remove ends all that a VM's VGPU does, and makes it unreachable.
+func (g *GPU) remove(vm mmio.VM) (*VGPU, error) {
 	defer g.lock()()
 	v := g.vgpus[vm]
 	if v == nil {
-		return fmt.Errorf("VM %d: %w", vm, ErrNoVGPU)
+		return nil, fmt.Errorf("VM %d: %w", vm, ErrNoVGPU)
 	}
 	v.wipe()
 	delete(g.vgpus, vm)
 	delete(g.byOwner, v.owner)
 	delete(g.byID, v.id)
+	g.changing[vm] = true
 	v.gone = true
 	if !v.paused {
 		if _, err := g.sched.Leave(g.hw.Now(), v.id); err != nil {
@@ -212,30 +248,31 @@ func (g *GPU) Destroy(vm mmio.VM) error {
 	for i := range v.channels {
 		g.hw.SetOwner(v.first+i, nvc0.Nobody)
 	}
-	g.channels.give(v.first, len(v.channels))
-	g.windows.give(int(v.window64>>windowBits), 1)
-	if err := g.hw.Tag(v.base, v.size, v.owner, nvc0.Nobody, nvc0.Data); err != nil {
-		v.tell("its memory is withdrawn, as it is not its own: " + err.Error())
-		return nil
-	}
-	g.memory.give(int(v.base/megabyte), int(v.size/megabyte))
-	v.tell("is gone")
 	g.dispatch()
-	return nil
+	return v, nil
 }
 
-// Reset brings a VM's VGPU to the state that it was made in.
+// Reset brings a VM's VGPU to the state that it was made in. Meanwhile the VM's accesses
+// are as if it had none.
 func (g *GPU) Reset(vm mmio.VM) {
-	defer g.lock()()
+	unlock := g.lock()
 	v := g.vgpus[vm]
 	if v == nil {
+		unlock()
 		return
 	}
 	v.wipe()
 	v.clear()
 	v.line(false)
-	v.tell("was reset")
+	delete(g.vgpus, vm)
+	g.changing[vm] = true
 	g.dispatch()
+	unlock()
+	v.scrub()
+	defer g.lock()()
+	delete(g.changing, vm)
+	g.vgpus[vm] = v
+	v.tell("was reset")
 }
 
 // VGPU returns that of a VM. Errors wrap [ErrNoVGPU].
@@ -293,7 +330,8 @@ func (g *GPU) Poll() {
 	defer g.lock()()
 	g.pump(pumpMost)
 	for _, v := range g.vgpus {
-		v.work(g.config.Work)
+		v.left = g.config.Work
+		v.work()
 	}
 	g.dispatch()
 }

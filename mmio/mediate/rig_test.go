@@ -86,10 +86,16 @@ type rigOption func(*Config)
 
 func newRig(t fataler, options ...rigOption) *rig {
 	t.Helper()
+	return newRigOf(t, 32*mib, 8*mib, options...)
+}
+
+// newRigOf has a GPU with so much memory, of which the mediator has its reserve.
+func newRigOf(t fataler, memory, reserve uint64, options ...rigOption) *rig {
+	t.Helper()
 	r := &rig{t: t, router: &mmio.Router{}, guests: map[mmio.VM]*guest{}}
 	var err error
 	r.hw, err = nvc0.New(nvc0.Config{
-		VRAM: 32 * mib, Mediated: true,
+		VRAM: memory, Mediated: true,
 		Violated: func(v nvc0.Violation) { t.Errorf("violation: %v", v) },
 		Bus: func(on nvc0.Owner, addr uint64, p []byte, write bool) bool {
 			ok := r.gpu.DMA(on, addr, p, write)
@@ -107,7 +113,7 @@ func newRig(t fataler, options ...rigOption) *rig {
 	policy := timeshare.DefaultConfig(timeshare.Fair)
 	policy.Overdue = 20 * ms
 	c := Config{
-		Hardware: r.hw, Clock: func() time.Duration { return r.clock }, Policy: policy, Reserve: 8 * mib,
+		Hardware: r.hw, Clock: func() time.Duration { return r.clock }, Policy: policy, Reserve: reserve,
 		Events: func(e Event) { r.events = append(r.events, e) },
 	}
 	for _, o := range options {

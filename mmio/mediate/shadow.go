@@ -168,11 +168,11 @@ func (v *VGPU) translate(e nvc0.PTE, large bool) nvc0.PTE {
 }
 
 // scan begins to bring a space up to date with the VM's tables, from the start if it was
-// under way, and does a first part.
+// under way, and does as much of it as the exit still may.
 func (v *VGPU) scan(s *space) {
 	v.stats.Scan()
 	s.dirty, s.reads, s.scan = false, true, position{}
-	v.step(s, v.g.config.Work)
+	v.step(s)
 	if s.reads {
 		v.stats.Defer()
 		v.g.rouse()
@@ -189,38 +189,40 @@ func (v *VGPU) unread() bool {
 	return false
 }
 
-// work goes on with scans, for so many entries.
-func (v *VGPU) work(most int) {
+// work goes on with scans, as much as the exit still may.
+func (v *VGPU) work() {
 	for _, s := range v.spaces {
 		if s.reads {
-			if most = v.step(s, most); most <= 0 {
+			if v.step(s); v.left <= 0 {
 				return
 			}
 		}
 	}
 }
 
-// step does a part of a scan: at most about so many entries. It returns how many
-// are left of those.
-func (v *VGPU) step(s *space, most int) int {
-	from := most
-	for most > 0 && s.reads {
+// step does a part of a scan: at most about so many entries as the exit may still look
+// at, whatever it has done before.
+func (v *VGPU) step(s *space) {
+	from := v.left
+	for s.reads {
+		if v.left <= 0 { //check:exit-budget
+			break
+		}
 		if s.scan.from != 0 {
-			most -= v.stepTable(s)
+			v.left -= v.stepTable(s)
 		} else {
-			most -= v.stepDirectory(s)
+			v.left -= v.stepDirectory(s)
 		}
 	}
-	v.stats.Entries(from - most)
+	v.stats.Entries(from - v.left)
 	if !s.reads {
 		v.flush(s) //check:flush-scan
 		v.promote()
 	}
-	return most
 }
 
-// stepDirectory looks for the next entry of the VM's directory that is or was something. A
-// page of entries without any costs as much as one.
+// stepDirectory looks for the next entry of the VM's directory that has a table, in the same
+// page. A page of entries without any costs as much as one.
 func (v *VGPU) stepDirectory(s *space) (cost int) {
 	p := &s.scan
 	if p.pde >= nvc0.DirectoryLen {
@@ -236,11 +238,13 @@ func (v *VGPU) stepDirectory(s *space) (cost int) {
 	}
 	for i := range n {
 		e := nvc0.PDE(binary.LittleEndian.Uint64(b[8*i:]))
-		if _, had := s.tables[p.pde]; e != 0 || had {
-			v.directoryEntry(s, e)
+		if _, had := s.tables[p.pde]; e == 0 && !had {
+			p.pde++
+			continue
+		}
+		if v.directoryEntry(s, e); p.from != 0 {
 			return i + 1
 		}
-		p.pde++
 	}
 	return n
 }

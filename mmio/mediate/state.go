@@ -21,13 +21,18 @@ import (
 // All addresses in it are the VM's own, so it says nothing of the GPU that it was on.
 
 const (
-	stateMagic  = "gpuctl-vgpu-1\n"
-	recordLimit = 64 << 20
+	stateMagic  = "gpuctl-vgpu-2\n"
+	recordSpare = 1 << 20 // for registers
+	entryLimit  = 9       // bytes of an entry of a page table
 	endOfPages  = 0xffffffff
 	maxAge      = int64(100 * 365 * 24 * time.Hour)
 )
 
+// A record is an array of its fields, and so are those in it: one that claims to have many
+// entries has to be as long as these are.
 type record struct {
+	_ struct{} `cbor:",toarray"`
+
 	Memory   uint64
 	Channels int
 	Mode     Mode
@@ -42,6 +47,8 @@ type record struct {
 }
 
 type chanRecord struct {
+	_ struct{} `cbor:",toarray"`
+
 	Value, Put, State           uint32
 	Valid, Listed, Dead, Unlist bool
 	Space                       int // its number in Spaces plus 1 (Para)
@@ -50,11 +57,15 @@ type chanRecord struct {
 }
 
 type spaceRecord struct {
+	_ struct{} `cbor:",toarray"`
+
 	Number uint32
 	Tables []tableRecord
 }
 
 type tableRecord struct {
+	_ struct{} `cbor:",toarray"`
+
 	Index, Size  int
 	Large, Small []uint64 // nil: none
 }
@@ -105,6 +116,7 @@ func (g *GPU) Resume(vm mmio.VM) error {
 		return fmt.Errorf("VM %d: %w", vm, err)
 	}
 	v.paused = false
+	v.left = g.config.Work
 	v.promote()
 	return nil
 }
@@ -143,6 +155,17 @@ func (g *GPU) Save(vm mmio.VM, w io.Writer) error {
 		return fmt.Errorf("VM %d: save: %w", vm, err)
 	}
 	return nil
+}
+
+// AtRest returns an error that wraps [ErrBusy] while a paused VM's memory may change: a command
+// from before the pause runs.
+func (g *GPU) AtRest(vm mmio.VM) error {
+	defer g.lock()()
+	v := g.vgpus[vm]
+	if v == nil {
+		return fmt.Errorf("VM %d: %w", vm, ErrNoVGPU)
+	}
+	return v.atRest()
 }
 
 // begin takes the record of a paused VGPU.
@@ -272,7 +295,7 @@ func (g *GPU) Restore(q Request, from io.Reader) (*VGPU, error) {
 func (v *VGPU) restore(from io.Reader) error {
 	sum := sha256.New()
 	in := io.TeeReader(from, sum)
-	r, err := readRecord(in)
+	r, err := readRecord(in, v.recordLimit())
 	if err != nil {
 		return err
 	}
@@ -289,20 +312,33 @@ func (v *VGPU) restore(from io.Reader) error {
 	return v.apply(r)
 }
 
-func readRecord(in io.Reader) (r record, err error) {
+// recordLimit is how long the record of such a VGPU can be: its page tables, if they are in
+// it, and its channels.
+func (v *VGPU) recordLimit() uint32 {
+	n := recordSpare + len(v.channels)*2*nvc0.PageSize
+	if v.request.Mode == Para {
+		n += v.request.Tables * nvc0.PageSize / 8 * entryLimit
+	}
+	return uint32(n)
+}
+
+func readRecord(in io.Reader, limit uint32) (r record, err error) {
 	head := make([]byte, len(stateMagic)+4)
 	if _, err := io.ReadFull(in, head); err != nil {
 		return r, fmt.Errorf("%w: %w", ErrState, err)
 	}
 	n := binary.LittleEndian.Uint32(head[len(stateMagic):])
-	if string(head[:len(stateMagic)]) != stateMagic || n > recordLimit {
+	if string(head[:len(stateMagic)]) != stateMagic {
 		return r, fmt.Errorf("%w: it begins otherwise", ErrState)
+	}
+	if n > limit { //check:state-length
+		return r, fmt.Errorf("%w: a record of %d bytes, and one of such a VGPU has %d at most", ErrState, n, limit)
 	}
 	text, err := io.ReadAll(io.LimitReader(in, int64(n)))
 	if err != nil || len(text) != int(n) {
 		return r, fmt.Errorf("%w: it ends early: %w", ErrState, err)
 	}
-	mode, err := cbor.DecOptions{MaxNestedLevels: 8, MaxArrayElements: 1 << 18, MaxMapPairs: 1024, ExtraReturnErrors: cbor.ExtraDecErrorUnknownField}.DecMode()
+	mode, err := cbor.DecOptions{MaxNestedLevels: 8, MaxArrayElements: nvc0.SmallEntries, MaxMapPairs: 1024, ExtraReturnErrors: cbor.ExtraDecErrorUnknownField}.DecMode()
 	if err != nil {
 		return r, err
 	}
@@ -315,7 +351,7 @@ func readRecord(in io.Reader) (r record, err error) {
 func (v *VGPU) readPages(in io.Reader) error {
 	var number [4]byte
 	page := make([]byte, nvc0.PageSize)
-	for {
+	for next := uint64(0); ; {
 		if _, err := io.ReadFull(in, number[:]); err != nil {
 			return fmt.Errorf("%w: %w", ErrState, err)
 		}
@@ -323,6 +359,10 @@ func (v *VGPU) readPages(in io.Reader) error {
 		if i == endOfPages {
 			return nil
 		}
+		if uint64(i) < next { //check:state-order
+			return fmt.Errorf("%w: page %d comes late", ErrState, i)
+		}
+		next = uint64(i) + 1
 		if _, err := io.ReadFull(in, page); err != nil {
 			return fmt.Errorf("%w: %w", ErrState, err)
 		}
@@ -347,6 +387,7 @@ func checkSum(from io.Reader, sum hash.Hash) error {
 
 // apply brings the VGPU to a record's state.
 func (v *VGPU) apply(r record) error {
+	v.left = v.g.config.Work
 	for id, p := range r.Plain {
 		if int(id) >= len(v.plain) || v.plain[id] == nil || len(v.plain[id]) != len(p) { //check:state-registers
 			return fmt.Errorf("%w: register %d", ErrState, id)

@@ -25,6 +25,7 @@ type VGPU struct {
 	stats    *mmio.Stats
 	told     [mmio.Reasons]uint64
 	tables   int // frames that its shadows take
+	left     int // entries of page tables that the exit at work may still look at
 	gone     bool
 
 	registers
@@ -105,7 +106,8 @@ func (v *VGPU) clear() {
 	v.waiting, v.ready = nil, nil
 }
 
-// wipe stops all that a VM does and scrubs all that it had.
+// wipe stops all that a VM does and takes all away that it had, but for its memory, which
+// scrub clears.
 func (v *VGPU) wipe() {
 	g := v.g
 	for i := range v.channels {
@@ -125,8 +127,17 @@ func (v *VGPU) wipe() {
 	for _, s := range v.spaces {
 		v.drop(s)
 	}
-	g.zero(v.owner, v.base, v.size) //check:scrub-memory
 	v.waiting, v.ready = nil, nil
+}
+
+// scrub clears a VM's memory. The GPU is not locked all the while: others go on. Nobody may
+// reach the VGPU.
+func (v *VGPU) scrub() {
+	for done := uint64(0); done < v.size; done += megabyte {
+		v.g.mu.Lock()
+		v.g.zero(v.owner, v.base+HostPA(done), megabyte) //check:scrub-memory
+		v.g.unlock()
+	}
 }
 
 // host makes a hardware's address of n bytes at a VM's. It is the only place that

@@ -78,3 +78,25 @@ func TestCommandOfAChannelThatIsTakenOffGoesOnWhenItIsListedAgain(t *testing.T) 
 		t.Errorf("%d refusals", n)
 	}
 }
+
+// TestFreshDriverTakesFewExits: what is zero is not cleared, also when the driver is opened again.
+func TestFreshDriverTakesFewExits(t *testing.T) {
+	for _, mode := range []Mode{Eager, Lazy} {
+		r := newRig(t)
+		v := r.add(1, mode)
+		for i := range uint32(2) {
+			before := v.Stats().Total().Exits()
+			d := r.open(1, func(o *guestdriver.Options) { o.Fresh = true })
+			if n := v.Stats().Total().Exits() - before; n > 300 {
+				t.Errorf("%s: %d exits to open the GPU", mode, n)
+			}
+			work(t, d, 3+i)
+			if err := d.Close(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if n := v.Stats().Total().Refusals(); n != 0 {
+			t.Errorf("%d refusals: %v", n, r.events)
+		}
+	}
+}

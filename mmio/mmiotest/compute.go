@@ -13,8 +13,13 @@ import (
 // Compute opens the GPU, adds, multiplies and mixes n random words, copies the result, and
 // checks every word of it. Two calls with one seed do the same. idle is called while it
 // waits; nil: nothing is to be done.
-func Compute(d mmio.Device, vm mmio.VM, seed uint64, n int, idle func()) (err error) {
-	g, err := guestdriver.Open(guestdriver.Options{Device: d, VM: vm, Idle: idle})
+func Compute(d mmio.Device, vm mmio.VM, seed uint64, n int, idle func()) error {
+	return ComputeWith(guestdriver.Options{Device: d, VM: vm, Idle: idle}, seed, n)
+}
+
+// ComputeWith is Compute with a driver that has these options.
+func ComputeWith(o guestdriver.Options, seed uint64, n int) error {
+	g, err := guestdriver.Open(o)
 	if err != nil {
 		return fmt.Errorf("open the GPU: %w", err)
 	}

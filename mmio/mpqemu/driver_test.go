@@ -7,6 +7,7 @@ import (
 
 	"github.com/gpuctl/gpuctl/internal/timeshare"
 	"github.com/gpuctl/gpuctl/mmio"
+	"github.com/gpuctl/gpuctl/mmio/guestdriver"
 	"github.com/gpuctl/gpuctl/mmio/mediate"
 	"github.com/gpuctl/gpuctl/mmio/mmiotest"
 	"github.com/gpuctl/gpuctl/mmio/mpqemu"
@@ -70,7 +71,7 @@ func TestDriverComputesThroughRealQEMU(t *testing.T) {
 			}
 		}
 		m.setConfig(4, 6)
-		if err := mmiotest.Compute(m, 0, uint64(i), 16, nil); err != nil {
+		if err := mmiotest.ComputeWith(guestdriver.Options{Device: m, Fresh: true}, uint64(i), 16); err != nil {
 			t.Errorf("machine %d: %v", i, err)
 		}
 		if c := stats.Total(); c.Doorbells == 0 || c.Refusals() != 0 {

@@ -16,8 +16,7 @@ type guest struct {
 	mu    sync.RWMutex
 	areas []area
 	files []int
-	raise int // eventfd of KVM
-	has   bool
+	raise *raiser // nil: there is no interrupt
 }
 
 func closeAll(files []int) {
@@ -31,6 +30,9 @@ func (g *guest) memory(areas []area, files []int) error {
 	for i, f := range files {
 		var st unix.Stat_t
 		err := unix.Fstat(f, &st)
+		if err == nil {
+			err = inMemory(f)
+		}
 		if err == nil && (st.Mode&unix.S_IFMT != unix.S_IFREG || areas[i].offset+int64(areas[i].size) > st.Size) {
 			err = fmt.Errorf("%w: file %d has not the %d bytes of memory at %#x", ErrProtocol, i, areas[i].size, areas[i].start)
 		}
@@ -46,6 +48,52 @@ func (g *guest) memory(areas []area, files []int) error {
 	return nil
 }
 
+// inMemory returns an error for a file that is not in this host's memory. Who serves another
+// kind of file may let a read of it take as long as it likes, and the GPU waits.
+func inMemory(f int) error {
+	var st unix.Statfs_t
+	if err := unix.Fstatfs(f, &st); err != nil {
+		return err
+	}
+	if st.Type != unix.TMPFS_MAGIC && st.Type != unix.HUGETLBFS_MAGIC {
+		return fmt.Errorf("%w: the VM's memory is in a file of a file system %#x: use memory-backend-memfd", ErrProtocol, st.Type)
+	}
+	return nil
+}
+
+// raiser writes an eventfd of KVM, in a goroutine of its own: whether that blocks is up to
+// QEMU, which has the same file, and may change its mind. Then only this VM's interrupts wait.
+type raiser struct{ asked chan struct{} }
+
+func newRaiser(fd int) *raiser {
+	r := &raiser{asked: make(chan struct{}, 1)}
+	go func() {
+		defer unix.Close(fd)
+		one := [8]byte{1}
+		for range r.asked {
+			_, _ = unix.Write(fd, one[:]) // it fails only where an interrupt is pending already
+		}
+	}()
+	return r
+}
+
+// ask has the interrupt raised. One that is asked for already is the same.
+func (r *raiser) ask() {
+	if r == nil {
+		return
+	}
+	select {
+	case r.asked <- struct{}{}:
+	default:
+	}
+}
+
+func (r *raiser) stop() {
+	if r != nil {
+		close(r.asked)
+	}
+}
+
 // interrupts replaces the VM's interrupt. It takes over the files.
 func (g *guest) interrupts(files []int) error {
 	flags, err := unix.FcntlInt(uintptr(files[0]), unix.F_GETFL, 0)
@@ -59,10 +107,8 @@ func (g *guest) interrupts(files []int) error {
 	_ = unix.Close(files[1]) // says that the VM has acknowledged it
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if g.has {
-		_ = unix.Close(g.raise)
-	}
-	g.raise, g.has = files[0], true
+	g.raise.stop()
+	g.raise = newRaiser(files[0])
 	return nil
 }
 
@@ -71,10 +117,8 @@ func (g *guest) close() {
 	defer g.mu.Unlock()
 	closeAll(g.files)
 	g.areas, g.files = nil, nil
-	if g.has {
-		_ = unix.Close(g.raise)
-		g.has = false
-	}
+	g.raise.stop()
+	g.raise = nil
 }
 
 // each calls do for the parts of a range, each in one file.
@@ -136,8 +180,7 @@ func (g *guest) MemorySize() (end uint64) {
 func (g *guest) Interrupt(up bool) {
 	g.mu.RLock()
 	defer g.mu.RUnlock()
-	if up && g.has {
-		one := [8]byte{1}
-		_, _ = unix.Write(g.raise, one[:]) // it fails only where an interrupt is pending already
+	if up {
+		g.raise.ask()
 	}
 }

@@ -191,6 +191,9 @@ func TestInterruptReachesKVM(t *testing.T) {
 	}
 	g.Interrupt(false)
 	g.Interrupt(true)
+	if n, err := unix.Poll([]unix.PollFd{{Fd: int32(event), Events: unix.POLLIN}}, 10_000); n != 1 {
+		t.Fatalf("no interrupt came: %v", err)
+	}
 	var p [8]byte
 	if n, err := unix.Read(event, p[:]); n != 8 || err != nil || p[0] != 1 {
 		t.Errorf("%d bytes, %v, %v", n, err, p)
@@ -217,4 +220,55 @@ func FuzzMessages(f *testing.F) {
 			t.Fatal(err)
 		}
 	})
+}
+
+// TestInterruptThatBlocksLaterHoldsNobodyUp: QEMU makes its file block after it was checked, and
+// fills it. Then the interrupt waits, and not who sends it.
+func TestInterruptThatBlocksLaterHoldsNobodyUp(t *testing.T) {
+	event, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(event)
+	g := &guest{}
+	a, _ := unix.Dup(event)
+	b, _ := unix.Dup(event)
+	if err := g.interrupts([]int{a, b}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := unix.FcntlInt(uintptr(event), unix.F_SETFL, 0); err != nil {
+		t.Fatal(err)
+	}
+	full := []byte{0xfe, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff}
+	if _, err := unix.Write(event, full); err != nil {
+		t.Fatal(err)
+	}
+	for range 3 {
+		g.Interrupt(true)
+	}
+	g.close()
+	var p [8]byte
+	for range 2 { // what was written before, and then the interrupt
+		if n, err := unix.Read(event, p[:]); n != 8 || err != nil {
+			t.Fatalf("%d bytes, %v", n, err)
+		}
+	}
+	if p[0] == 0 || p[7] != 0 {
+		t.Errorf("the interrupt came as %v", p)
+	}
+}
+
+// TestMemoryInAnotherFileSystemIsRefused: a read of it might never end.
+func TestMemoryInAnotherFileSystemIsRefused(t *testing.T) {
+	f, err := os.Open("/proc/self/status") // a regular file, as one of FUSE is
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if err := inMemory(int(f.Fd())); !errors.Is(err, ErrProtocol) {
+		t.Error(err)
+	}
+	if err := inMemory(ram(t, 4096)); err != nil {
+		t.Error(err)
+	}
 }

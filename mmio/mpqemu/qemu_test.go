@@ -51,7 +51,7 @@ func start(t testing.TB, theirs *os.File) *machine {
 	t.Helper()
 	program, err := exec.LookPath("qemu-system-x86_64")
 	if err != nil {
-		t.Skip("qemu-system-x86_64 is not installed")
+		t.Fatal("qemu-system-x86_64 is not installed: make setup")
 	}
 	dir, err := os.MkdirTemp("", "mpqemu") // short, as a socket's path is limited
 	if err != nil {

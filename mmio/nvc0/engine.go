@@ -11,6 +11,15 @@ const (
 	MaxCopy    = 64 << 20 // bytes
 	MaxThreads = 1 << 20
 	MaxLoop    = 10_000_000 // µs, of KernelLoop
+	MaxRounds  = 4 << 20    // of KernelMix, in all threads
+
+	// A copy goes in pieces, and a piece of a line counts as so much at least. What the model does
+	// in one step has to be little: all VMs wait for it.
+	copyPiece = 64 << 10
+	leastLine = 1 << 10
+	pieceStep = 16 // steps as which a piece counts
+	// threadsInStep is how many threads, or rounds of one, count as a step.
+	threadsInStep = 1024
 )
 
 func high(to *uint64, v uint32) { *to = *to&0xffffffff | uint64(v&0xff)<<32 }
@@ -68,29 +77,37 @@ func (g *GPU) m2mf(c *channel, m, v uint32) bool {
 	return true
 }
 
-// copyLines copies through a buffer of a page, so a copy takes no memory.
+// copyLines does a piece of a copy, through a buffer of a page, so a copy takes no memory. It
+// reports whether the copy is done; if not, the method is to be done again.
 func (g *GPU) copyLines(c *channel) bool {
 	s := &c.State
+	length, total := uint64(s.Length), uint64(s.Length)*uint64(s.Lines)
 	var b [PageSize]byte
-	for line := range uint64(s.Lines) {
-		in, out := s.In+line*uint64(s.PitchIn), s.Out+line*uint64(s.PitchOut)
-		for left := uint64(s.Length); left > 0; {
-			n := min(left, PageSize)
-			f := g.virtual(c, in, b[:n], false, UnitGraph)
-			if f == nil {
-				f = g.virtual(c, out, b[:n], true, UnitGraph)
-			}
-			if f != nil {
-				g.fault(c, f)
-				return false
-			}
-			in, out, left = in+n, out+n, left-n
+	spent := uint64(0)
+	for s.Copied < total && spent < copyPiece {
+		line, at := s.Copied/length, s.Copied%length
+		n := min(length-at, PageSize)
+		f := g.virtual(c, s.In+line*uint64(s.PitchIn)+at, b[:n], false, UnitGraph)
+		if f == nil {
+			f = g.virtual(c, s.Out+line*uint64(s.PitchOut)+at, b[:n], true, UnitGraph)
 		}
-		if s.Length == 0 {
-			break
+		if f != nil {
+			g.fault(c, f)
+			return false
+		}
+		s.Copied += n
+		if spent += n; length < leastLine {
+			spent += leastLine - n
 		}
 	}
-	g.spend(time.Microsecond + time.Duration(uint64(s.Length)*uint64(s.Lines))*time.Microsecond/bytesPerUS)
+	g.effort += pieceStep
+	took := time.Duration(spent) * time.Microsecond / bytesPerUS
+	if s.Copied < total {
+		g.spend(took)
+		return false
+	}
+	s.Copied = 0
+	g.spend(time.Microsecond + took)
 	return true
 }
 
@@ -186,6 +203,7 @@ func (g *GPU) launch(c *channel) bool {
 		b: binary.LittleEndian.Uint64(params[16:]), x: binary.LittleEndian.Uint32(params[24:]),
 	}
 	work, why := k.run(binary.LittleEndian.Uint32(code[4:]))
+	g.effort += int(k.n * uint64(max(k.rounds, 1)) / threadsInStep)
 	if k.fault != nil {
 		g.fault(c, k.fault)
 		return false
@@ -205,6 +223,7 @@ type kernel struct {
 	n         uint64 // threads
 	out, a, b uint64
 	x         uint32
+	rounds    uint32 // of each thread, if they are many
 	fault     *Fault
 }
 
@@ -249,9 +268,10 @@ func (k *kernel) run(id uint32) (took time.Duration, why string) {
 	case KernelAdd, KernelMadd:
 		k.words(k.out, k.n, Compute(id, k.words(k.a, k.n, nil), k.words(k.b, k.n, nil), k.x, int(k.n)))
 	case KernelMix:
-		if k.x > 64 {
+		if k.x > 64 || k.n*uint64(k.x) > MaxRounds {
 			return 0, "too many rounds"
 		}
+		k.rounds = k.x
 		k.words(k.out, k.n, Compute(id, k.words(k.a, k.n, nil), nil, k.x, int(k.n)))
 	default:
 		return 0, fmt.Sprintf("kernel %d", id)
@@ -261,6 +281,7 @@ func (k *kernel) run(id uint32) (took time.Duration, why string) {
 
 func (k *kernel) multiply() string {
 	n := uint64(k.x) * uint64(k.x)
+	k.n, k.rounds = n, k.x
 	k.words(k.out, n, Compute(KernelMmul, k.words(k.a, n, nil), k.words(k.b, n, nil), k.x, int(n)))
 	return ""
 }

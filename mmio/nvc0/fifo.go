@@ -50,6 +50,7 @@ type Context struct {
 	PitchIn, PitchOut      uint32
 	Length, Lines          uint32
 	Push                   uint32 // bytes that a push of M2MF still takes
+	Copied                 uint64 // bytes that are done of the copy under way
 	GridYX, GridZ          uint32
 	BlockYX, BlockZ        uint32
 	Code, Params, ComQuery uint64
@@ -79,6 +80,7 @@ func (g *GPU) SetPosition(id int, p Position) {
 	s.Count &= 0x1fff
 	s.Increments %= 3
 	s.Push = min(s.Push, MaxCopy)
+	s.Copied = min(s.Copied, uint64(s.Length)*uint64(s.Lines), MaxCopy)
 	if g.load(c) {
 		c.get = p.Get & (1<<c.order - 1)
 		c.put, c.held = c.get, true
@@ -104,7 +106,7 @@ func (g *GPU) next() *channel {
 }
 
 // Advance lets time pass until to. It returns before if a channel comes to rest, or
-// after so many steps.
+// after so many steps. A step that is much work counts as many.
 func (g *GPU) Advance(to time.Duration, most int) {
 	for g.now < to {
 		if g.busyUntil > g.now {
@@ -131,8 +133,10 @@ func (g *GPU) Advance(to time.Duration, most int) {
 			return
 		}
 		if g.step(g.current); g.current == nil {
+			g.effort = 0
 			return
 		}
+		most, g.effort = most-g.effort, 0
 	}
 }
 
@@ -325,7 +329,7 @@ func (g *GPU) illegal(c *channel, why string) {
 // halt stops a channel that did what can't be.
 func (g *GPU) halt(c *channel) {
 	c.stopped, c.State.Left, c.put = true, 0, c.get
-	c.State.Count = 0
+	c.State.Count, c.State.Copied = 0, 0
 	if g.current == c {
 		g.current = nil
 	}

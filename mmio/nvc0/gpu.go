@@ -59,6 +59,7 @@ type GPU struct {
 	last      int // index in listed of who ran last
 	now       time.Duration
 	busyUntil time.Duration
+	effort    int // of the step at work beyond that of a step, in steps
 	events    []Event
 }
 

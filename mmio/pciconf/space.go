@@ -269,3 +269,17 @@ func (s *Space) Restore(saved []byte) error {
 	s.now = s.decode()
 	return nil
 }
+
+// SameWindows reports whether two saved spaces of a function have its BARs at the same
+// addresses. One that is not this function's has none.
+func SameWindows(f mmio.Function, a, b []byte) bool {
+	var windows [2][]Window
+	for i, saved := range [][]byte{a, b} {
+		s, err := New(f)
+		if err != nil || s.Restore(saved) != nil {
+			return false
+		}
+		windows[i] = s.Windows()
+	}
+	return slices.Equal(windows[0], windows[1])
+}

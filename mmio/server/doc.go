@@ -15,6 +15,13 @@
 // The journal is written before an ioreq server is enabled, so none exists that no journal
 // knows. A lock on a file keeps two processes from having the same GPU.
 //
+// # Moving a part to another host
+//
+// On the source a part is parked (no command begins), saved, which seals it (accesses wait, and
+// nothing changes), and given, for good. On the destination it awaits its contents (the VM's accesses
+// wait), is restored and is resumed. A seal tells contents from those of another time: a part is
+// given only by who has the present ones. So one process at a time serves a VM's GPU.
+//
 // # Other packages
 //
 // Who is to have a part, claims and records of VMs are the daemon's. What a VM may do with

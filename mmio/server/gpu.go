@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"github.com/gpuctl/gpuctl/internal/timeshare"
-	"github.com/gpuctl/gpuctl/mmio"
 	"github.com/gpuctl/gpuctl/mmio/mediate"
 	"github.com/gpuctl/gpuctl/mmio/nvc0"
 )
@@ -43,6 +42,9 @@ func (m Model) Check() error {
 // Each is the memory of a part: a multiple of 1 MiB.
 func (m Model) Each() uint64 { return m.Memory / uint64(m.Parts) / mebibyte * mebibyte }
 
+// Channels is how many channels a part has.
+func (m Model) Channels() int { return max(1, nvc0.Channels/m.Parts) }
+
 // NewGPU makes the model and its mediator. events is told what happens to VMs.
 func NewGPU(m Model, events func(mediate.Event)) (*mediate.GPU, error) {
 	if err := m.Check(); err != nil {
@@ -71,16 +73,21 @@ func NewGPU(m Model, events func(mediate.Event)) (*mediate.GPU, error) {
 	return gpu, err
 }
 
-// create gives a VM a part of the GPU.
-func (s *Server) create(vm mmio.VM, p Part, g mmio.Guest, stats *mmio.Stats) error {
+// request is what a part is to the mediator.
+func (s *Server) request(p *part) mediate.Request {
 	mode := mediate.Mode(p.Mode)
 	if mode == "" {
 		mode = mediate.Lazy
 	}
-	_, err := s.GPU.Create(mediate.Request{
-		VM: vm, Name: p.Name, Memory: p.Memory, Channels: max(1, nvc0.Channels/s.Model.Parts), Weight: p.Weight, Mode: mode,
-		Tables: tablesPerPart, Guest: g, Stats: stats,
-	})
+	return mediate.Request{
+		VM: p.vm, Name: p.Name, Memory: p.Memory, Channels: s.Model.Channels(), Weight: p.Weight, Mode: mode,
+		Tables: tablesPerPart, Guest: p.server, Stats: p.stats,
+	}
+}
+
+// create gives a VM a part of the GPU.
+func (s *Server) create(p *part) error {
+	_, err := s.GPU.Create(s.request(p))
 	if errors.Is(err, mediate.ErrConfig) || errors.Is(err, mediate.ErrExhausted) {
 		err = fmt.Errorf("%w: %w", ErrRefused, err)
 	}

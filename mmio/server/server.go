@@ -49,8 +49,11 @@ type part struct {
 	server *xen.Server
 	stats  *mmio.Stats
 	lost   string
-	stop   context.CancelFunc
-	ended  chan struct{} // closed when it is not served any more
+	state  State
+	seal   string             // while it is Sealed or Given
+	busy   bool               // an operation on it goes on while nobody holds the server's lock
+	stop   context.CancelFunc // nil: it is not served
+	ended  chan struct{}      // closed when it is not served any more
 }
 
 // entry is what the journal has of a part.
@@ -143,8 +146,11 @@ func (s *Server) release() {
 
 // halt stops serving.
 func (p *part) halt() {
-	p.stop()
-	<-p.ended
+	if p.stop != nil {
+		p.stop()
+		<-p.ended
+		p.stop = nil
+	}
 }
 
 // serve answers the accesses of a part until it is halted.
@@ -188,7 +194,7 @@ func (s *Server) adopt() error {
 		if err != nil {
 			return err
 		}
-		p := &part{Part: e.Part, server: x, stats: &mmio.Stats{}, lost: "the process that had it has ended, and its contents with it"}
+		p := &part{Part: e.Part, server: x, stats: &mmio.Stats{}, state: Served, lost: "the process that had it has ended, and its contents with it"}
 		s.serve(p, xen.Gone{})
 		s.parts[p.ID] = p
 		s.Log.Warn("a VM's part of a GPU is lost and reads as ones", "gpu", s.Name, "vm", e.Name, "domain", e.Domain)
@@ -237,21 +243,37 @@ func (s *Server) answer(ctx context.Context, c net.Conn) {
 		if err != nil {
 			return
 		}
-		out, err := json.Marshal(s.do(ctx, line))
-		if err != nil {
+		r, err := parse(line)
+		var a answer
+		switch {
+		case err != nil:
+			a = failed(err)
+		case r.Op == opSave: // what follows its answer is no line
+			s.sendState(c, r.Part.ID)
 			return
+		case r.Op == opRestore: // nor is what follows its request
+			a = s.receiveState(in, c, r.Part.ID)
+		default:
+			a = s.do(ctx, r)
 		}
-		if _, err := c.Write(append(out, '\n')); err != nil {
+		if reply(c, a) != nil || r.Op == opRestore {
 			return
 		}
 	}
 }
 
-func (s *Server) do(ctx context.Context, line []byte) answer {
-	r, err := parse(line)
+// reply sends an answer.
+func reply(c net.Conn, a answer) error {
+	out, err := json.Marshal(a)
 	if err != nil {
-		return failed(err)
+		return err
 	}
+	_, err = c.Write(append(out, '\n'))
+	return err
+}
+
+func (s *Server) do(ctx context.Context, r request) (a answer) {
+	var err error
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	switch r.Op {
@@ -259,6 +281,12 @@ func (s *Server) do(ctx context.Context, line []byte) answer {
 		err = s.attach(ctx, r.Part)
 	case "detach":
 		err = s.detach(ctx, r.Part.ID)
+	case opPark:
+		err = s.park(ctx, r.Part.ID)
+	case opGive:
+		err = s.give(r.Part.ID, r.Seal)
+	case opResume:
+		err = s.resume(ctx, r.Part.ID)
 	}
 	if err != nil {
 		return failed(err)
@@ -277,7 +305,7 @@ func (s *Server) attach(ctx context.Context, p Part) (err error) {
 		return fmt.Errorf("%w: %d parts, lost ones included, are all that there may be", ErrRefused, len(s.parts))
 	}
 	s.last++
-	n := &part{Part: p, vm: s.last, stats: &mmio.Stats{}}
+	n := &part{Part: p, vm: s.last, stats: &mmio.Stats{}, state: Served}
 	n.server, err = xen.Create(s.Xen, xen.Config{
 		Domain: p.Domain, VM: n.vm, Slot: p.Slot, Function: s.GPU.Function(), Memory: p.Guest,
 		Created: func(id uint16) error { return s.save(entry{p, id}) },
@@ -290,14 +318,33 @@ func (s *Server) attach(ctx context.Context, p Part) (err error) {
 	if err != nil {
 		return err
 	}
-	destroy := func() error { return n.server.Destroy(context.WithoutCancel(ctx)) }
-	if err := s.create(n.vm, p, n.server, n.stats); err != nil {
+	destroy := func() error {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), patience)
+		defer cancel()
+		err := n.server.Destroy(ctx)
+		if err != nil && !gone(err) { // a vCPU waits for it, and is answered for as long as it exists
+			n.lost = "it could not be given"
+			s.serve(n, xen.Gone{})
+			s.parts[p.ID] = n
+		}
+		return err
+	}
+	if p.Await {
+		if err := n.server.Restore(p.Config); err != nil {
+			return errors.Join(fmt.Errorf("%w: %w", ErrRefused, err), destroy())
+		}
+	}
+	if err := s.create(n); err != nil {
 		return errors.Join(err, destroy())
 	}
 	if err := s.router.Attach(n.vm, s.GPU, s.GPU.Function(), n.stats); err != nil {
 		return errors.Join(err, s.GPU.Destroy(n.vm), destroy())
 	}
-	s.serve(n, &s.router)
+	if p.Await {
+		n.state = Awaiting
+	} else {
+		s.serve(n, &s.router)
+	}
 	s.parts[p.ID] = n
 	s.Log.Info("a VM has a part", "gpu", s.Name, "vm", p.Name, "domain", p.Domain, "slot", p.Slot, "memory", p.Memory)
 	return nil
@@ -310,6 +357,9 @@ func (s *Server) detach(ctx context.Context, id string) error {
 	p := s.parts[id]
 	if p == nil {
 		return fmt.Errorf("%w: %s", ErrNotFound, id)
+	}
+	if p.busy {
+		return fmt.Errorf("part %s: %w: its contents are being copied", id, ErrRefused)
 	}
 	p.halt()
 	err := p.server.Destroy(ctx)
@@ -347,10 +397,13 @@ func (s *Server) list() []Status {
 	var out []Status
 	for _, p := range s.parts {
 		c := p.server.Counts()
-		st := Status{Part: p.Part, Lost: p.lost, Phases: map[string]Counts{}, Requests: c.Requests, Malformed: c.Refused}
+		st := Status{Part: p.Part, State: p.state, Seal: p.seal, Lost: p.lost, Phases: map[string]Counts{}, Requests: c.Requests, Malformed: c.Refused}
 		for i := range mmio.Phase(mmio.Phases) {
 			n := p.stats.Counters(i)
 			st.Phases[i.String()] = Counts{n.Exits(), n.Scans, n.Hypercalls, n.Refusals(), n.Doorbells}
+		}
+		if st.Config = nil; p.state == Parked || p.state == Sealed || p.state == Given {
+			st.Config = p.server.Config()
 		}
 		if u, err := s.GPU.Usage(p.vm); err == nil {
 			st.Busy = u.Busy

@@ -15,6 +15,7 @@ const (
 	opState     = 5
 	opDestroy   = 6
 	opINTxLevel = 8
+	opModified  = 11 // with a second buffer: the first frame, their number, and 4 unused bytes
 	opInjectMSI = 14
 	opVCPUs     = 20
 

@@ -38,7 +38,7 @@ func (s *Server) configuration(r request) (uint64, bool) {
 	}
 	moved, ok := s.space.Write(register, int(r.size), uint32(r.data))
 	if moved {
-		ok = s.move(s.space.Windows()) == nil && ok
+		ok = s.move(s.space.Windows) == nil && ok
 	}
 	return 0, ok
 }
@@ -155,9 +155,24 @@ func (s *Server) each(gpa uint64, p []byte, writable bool, do func(vm, p []byte)
 		if err := m.Close(); err != nil {
 			return err
 		}
+		if writable {
+			if err := s.modified(frames); err != nil {
+				return fmt.Errorf("say that %d bytes at %#x have changed: %w", n, gpa, err)
+			}
+		}
 		p, gpa = p[n:], gpa+n
 	}
 	return nil
+}
+
+// modified tells Xen of consecutive frames of the VM that were written. A live migration does
+// not notice what others write into a VM's memory, and would leave the old contents behind.
+func (s *Server) modified(frames []uint64) error {
+	var extent [16]byte
+	binary.LittleEndian.PutUint64(extent[:], frames[0])
+	binary.LittleEndian.PutUint32(extent[8:], uint32(len(frames)))
+	s.hypercalls.Add(1)
+	return s.hv.DeviceOp(s.config.Domain, op(opModified, func(b []byte) { binary.LittleEndian.PutUint32(b, 1) }), extent[:])
 }
 
 // ReadMemory implements mmio.Guest.

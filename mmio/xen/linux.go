@@ -54,20 +54,25 @@ func (l *Linux) ioctl(request uintptr, arg unsafe.Pointer) error {
 }
 
 // DeviceOp implements Hypervisor.
-func (l *Linux) DeviceOp(domain uint16, op []byte) error {
+func (l *Linux) DeviceOp(domain uint16, op, more []byte) error {
 	type buffer struct {
 		at   unsafe.Pointer
 		size uint64
 	}
-	b := buffer{unsafe.Pointer(&op[0]), uint64(len(op))}
+	b := [2]buffer{{unsafe.Pointer(&op[0]), uint64(len(op))}}
+	count := uint16(1)
+	if len(more) > 0 {
+		b[1], count = buffer{unsafe.Pointer(&more[0]), uint64(len(more))}, 2
+	}
 	arg := struct {
 		domain, count uint16
 		_             uint32
 		buffers       unsafe.Pointer
-	}{domain, 1, 0, unsafe.Pointer(&b)}
+	}{domain, count, 0, unsafe.Pointer(&b)}
 	err := l.ioctl(privcmdDeviceOp, unsafe.Pointer(&arg))
 	runtime.KeepAlive(&b)
 	runtime.KeepAlive(op)
+	runtime.KeepAlive(more)
 	return err
 }
 

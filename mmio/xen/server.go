@@ -19,6 +19,9 @@ import (
 var (
 	// ErrConfig means that there can be no such server.
 	ErrConfig = errors.New("no such ioreq server can be")
+	// ErrEarly means that the domain does not have all of its vCPUs yet: it is being made. Nothing
+	// is left, and Create may be called again.
+	ErrEarly = errors.New("the domain has not got its vCPUs yet")
 	// ErrWaiting means that a vCPU has not taken its answer: the domain is paused. The
 	// server is disabled, and destroyed when Destroy is called again later.
 	ErrWaiting = errors.New("a vCPU waits for the server")
@@ -104,7 +107,7 @@ func Create(hv Hypervisor, c Config) (_ *Server, err error) {
 	}
 	s.id = binary.LittleEndian.Uint16(create[opBody+4:])
 	defer func() {
-		if err != nil { // nothing can wait for a server that was never enabled
+		if err != nil { // nothing waits for a server of a domain that has not run
 			err = errors.Join(fmt.Errorf("%s: %w", what, err), s.Close(), s.do(opServer(opDestroy, s.id, false)))
 		}
 	}()
@@ -118,11 +121,16 @@ func Create(hv Hypervisor, c Config) (_ *Server, err error) {
 			return nil, fmt.Errorf("have slot %d: %w", c.Slot, err)
 		}
 	}
-	if err := s.move(c.Windows); err != nil {
+	if err := s.move(func() []pciconf.Window { return c.Windows }); err != nil {
 		return nil, err
 	}
 	if err := s.open(); err != nil {
 		return nil, err
+	}
+	for v := range s.vcpus {
+		if s.number(v) == 0 {
+			return nil, fmt.Errorf("vCPU %d: %w", v, ErrEarly)
+		}
 	}
 	return s, nil
 }
@@ -180,15 +188,20 @@ func (s *Server) sbdf() uint64 { return uint64(s.config.Slot) << 3 }
 
 func (s *Server) do(b []byte) error {
 	s.hypercalls.Add(1)
-	return s.hv.DeviceOp(s.config.Domain, b)
+	return s.hv.DeviceOp(s.config.Domain, b, nil)
 }
 
 func (s *Server) slot(vcpu int) []byte {
 	return s.page.Bytes()[vcpu*slotSize:][:slotSize:slotSize]
 }
 
+// number is that of a vCPU's event channel; 0: Xen has not made the vCPU.
+func (s *Server) number(vcpu int) uint32 {
+	return binary.LittleEndian.Uint32(s.slot(vcpu)[offPort:])
+}
+
 func (s *Server) port(vcpu int) (vchan.Port, error) {
-	number := binary.LittleEndian.Uint32(s.slot(vcpu)[offPort:])
+	number := s.number(vcpu)
 	p, err := s.hv.BindInterdomain(s.config.Domain, number)
 	if err != nil {
 		return nil, fmt.Errorf("vCPU %d of domain %d: %w", vcpu, s.config.Domain, err)
@@ -273,10 +286,12 @@ func (s *Server) answer(slot []byte, w word, p vchan.Port, d mmio.Device) error 
 	return p.Notify()
 }
 
-// move makes Xen pass on the accesses to windows, and no others to memory.
-func (s *Server) move(to []pciconf.Window) error {
+// move makes Xen pass on the accesses to windows, and no others to memory. It asks for these
+// when nobody else moves them: of two vCPUs that move BARs, the later one counts.
+func (s *Server) move(windows func() []pciconf.Window) error {
 	s.moving.Lock()
 	defer s.moving.Unlock()
+	to := windows()
 	var errs []error
 	for _, w := range s.ranges {
 		errs = append(errs, s.do(opRange(opUnmap, s.id, rangeMemory, w.Start, w.Start+w.Size-1)))
@@ -293,9 +308,9 @@ func (s *Server) move(to []pciconf.Window) error {
 	return errors.Join(errs...)
 }
 
-// Save returns the function's configuration space for Restore; nil without PCI. Serve must
-// not run.
-func (s *Server) Save() []byte {
+// Config returns the function's configuration space for Restore; nil without PCI. While Serve
+// runs, the VM may change it.
+func (s *Server) Config() []byte {
 	if s.space == nil {
 		return nil
 	}
@@ -313,7 +328,7 @@ func (s *Server) Restore(saved []byte) error {
 	if err := s.space.Restore(saved); err != nil {
 		return err
 	}
-	return s.move(s.space.Windows())
+	return s.move(s.space.Windows)
 }
 
 // Close ends this process's part and leaves the server to who adopts it. Serve must not

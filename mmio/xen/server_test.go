@@ -472,7 +472,7 @@ func TestWindowsWithoutPCI(t *testing.T) {
 		t.Errorf("read %#x", v)
 	}
 	stop()
-	if s.Save() != nil {
+	if s.Config() != nil {
 		t.Error("it has a configuration space")
 	}
 	destroy(t, s)
@@ -487,7 +487,7 @@ func TestSavedServerGoesOnElsewhere(t *testing.T) {
 	enable(dom)
 	dom.Store(0, bar0, 4, 11)
 	stop()
-	saved := s.Save()
+	saved := s.Config()
 	destroy(t, s)
 
 	h = xentest.New(t)
@@ -526,6 +526,25 @@ func TestGuestMemory(t *testing.T) {
 	}
 }
 
+// TestDomainWithoutVCPUsIsAskedAgain: a server without event channels would answer nobody.
+func TestDomainWithoutVCPUsIsAskedAgain(t *testing.T) {
+	h := xentest.New(t)
+	d := h.Bare(7, 2, 1)
+	p := h.Process()
+	c := xen.Config{Domain: 7, VM: 1, Windows: []pciconf.Window{{Start: 0xf0000000, Size: 0x1000}}}
+	if _, err := xen.Create(p, c); !errors.Is(err, xen.ErrEarly) || d.Servers() != 0 {
+		t.Errorf("%v, %d servers", err, d.Servers())
+	}
+	d.Make()
+	s, err := xen.Create(p, c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Destroy(t.Context()); err != nil {
+		t.Error(err)
+	}
+}
+
 func FuzzRequest(f *testing.F) {
 	f.Add(uint64(bar0), uint64(0), uint32(1), uint32(4), uint8(1), uint8(1))
 	f.Add(uint64(bar0+0x1000), uint64(0x2ffc), uint32(3), uint32(4), uint8(1), uint8(7))
@@ -553,4 +572,41 @@ func FuzzRequest(f *testing.F) {
 			}
 		}
 	})
+}
+
+// TestWritesOfTheDeviceAreToldToXen: a live migration would leave them behind otherwise.
+func TestWritesOfTheDeviceAreToldToXen(t *testing.T) {
+	dom, s, _ := up(t, &registers{}, 1)
+	if err := s.ReadMemory(0x5000, make([]byte, 4)); err != nil || dom.Dirty(5) {
+		t.Errorf("a read: %v, told: %v", err, dom.Dirty(5))
+	}
+	if err := s.WriteMemory(0x2ffe, make([]byte, 4)); err != nil {
+		t.Fatal(err)
+	}
+	if dom.Dirty(1) || !dom.Dirty(2) || !dom.Dirty(3) || dom.Dirty(4) {
+		t.Error("Xen was told of other frames than those that were written")
+	}
+}
+
+// TestVCPUsThatMoveBARsAtOnce: what Xen passes on is what the function decodes in the end.
+func TestVCPUsThatMoveBARsAtOnce(t *testing.T) {
+	d := &registers{}
+	dom, _, _ := up(t, d, 2)
+	var wg sync.WaitGroup
+	for v := range 2 {
+		wg.Go(func() {
+			for i := range 300 {
+				dom.SetConfig(v, slot, 0x10+4*v, 4, uint64(0xd0000000+v<<27+i%4<<24))
+			}
+		})
+	}
+	wg.Wait()
+	for bar, at := range []uint64{0xd3000000, 0xdb000000} {
+		if _, ok := dom.Do(0, xentest.Request{Addr: at + 8, Count: 1, Size: 4, Read: true, Type: 1}); !ok {
+			t.Errorf("BAR %d is not passed on at %#x, where it is", bar, at)
+		}
+	}
+	if n := len(d.take()); n != 2 {
+		t.Errorf("%d accesses reached the device", n)
+	}
 }

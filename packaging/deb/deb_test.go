@@ -28,7 +28,7 @@ func build(t *testing.T) string {
 	t.Helper()
 	for _, need := range []string{"dpkg-deb", "dpkg-shlibdeps", "gcc"} {
 		if _, err := exec.LookPath(need); err != nil {
-			t.Skipf("%s is not installed", need)
+			t.Fatalf("%s is not installed: make setup", need)
 		}
 	}
 	dir := t.TempDir()
@@ -137,7 +137,7 @@ func TestUnit(t *testing.T) {
 	// What sessions and the channel depend on.
 	lines := strings.Split(string(data), "\n")
 	for _, want := range []string{
-		"KillMode=process", "RuntimeDirectory=gpuctl-guest", "RuntimeDirectoryPreserve=yes", "PrivateTmp=no", "PrivateDevices=no",
+		"KillMode=process", "RuntimeDirectory=gpuctl-guest", "RuntimeDirectoryPreserve=yes", "ExecPaths=/run/gpuctl-guest", "PrivateTmp=no", "PrivateDevices=no",
 		"ReadWritePaths=/sys/bus /sys/devices", "RestrictAddressFamilies=AF_UNIX AF_NETLINK", "Type=notify",
 		"ExecStart=/usr/bin/gpuguest serve --vm --config /etc/gpuctl/gpuguest.yaml",
 	} {

@@ -41,9 +41,10 @@ func TestSettings(t *testing.T) {
 	for name, want := range map[string]string{
 		"Type": "notify", "ExecStart": "/usr/bin/hostd --config /etc/gpuctl/hostd.yaml", "ExecReload": "/bin/kill -HUP $MAINPID",
 		"Restart": "on-failure", "RestartPreventExitStatus": "2",
-		"KillMode":                 "process", // sessions outlive hostd,
-		"RuntimeDirectoryPreserve": "yes",     // with their sockets
-		"PrivateTmp":               "no",      // and their temporary files
+		"KillMode":                 "process",     // sessions outlive hostd,
+		"RuntimeDirectoryPreserve": "yes",         // with their sockets
+		"PrivateTmp":               "no",          // and their temporary files
+		"ExecPaths":                "/run/gpuctl", // where runtimes load what they have compiled
 		"RuntimeDirectory":         "gpuctl", "StateDirectory": "gpuctl", "ProtectSystem": "strict",
 		"RestrictAddressFamilies": "AF_UNIX AF_INET AF_INET6 AF_NETLINK",
 		"NoNewPrivileges":         "no", "ProtectClock": "no", "MemoryDenyWriteExecute": "no", "ProtectKernelTunables": "no", "PrivateDevices": "no",

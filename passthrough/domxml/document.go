@@ -275,6 +275,24 @@ func (d *Document) Interfaces() []pci.Address {
 	return out
 }
 
+// Occupied reports whether a device of the domain is in the slot of an address in the guest.
+func (d *Document) Occupied(at pci.Address) bool {
+	devices := d.root.child("devices")
+	if devices == nil {
+		return false
+	}
+	for _, n := range devices.children {
+		g := n.child("address")
+		if g == nil || g.attr("type") != "pci" {
+			continue
+		}
+		if a, err := parseAddress(g); err == nil && a.Slot() == at.Slot() {
+			return true
+		}
+	}
+	return false
+}
+
 // find returns the host device with a source. The error wraps ErrNotFound if there is
 // none.
 func (d *Document) find(s Source) (hostdev, error) {

@@ -22,6 +22,7 @@ type Domain struct {
 	Type   Type
 	Dying  bool
 	Paused bool
+	Ran    bool // one of its vCPUs has run
 }
 
 // Domains returns the domains, sorted by id. The hypervisor lists them, and xenstore has
@@ -33,7 +34,7 @@ func (h *Host) Domains(ctx context.Context) ([]Domain, error) {
 	}
 	out := make([]Domain, 0, len(running))
 	for _, r := range running {
-		d := Domain{ID: r.ID, UUID: r.UUID, Type: r.Type, Dying: r.Dying, Paused: r.Paused}
+		d := Domain{ID: r.ID, UUID: r.UUID, Type: r.Type, Dying: r.Dying, Paused: r.Paused, Ran: r.Ran}
 		id := strconv.Itoa(int(r.ID))
 		if d.Name, err = h.optional(ctx, "/local/domain/"+id+"/name"); err != nil {
 			return nil, err

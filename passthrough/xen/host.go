@@ -78,6 +78,7 @@ type Running struct {
 	Type   Type
 	Dying  bool // it is ending, or cannot end because its memory is still mapped
 	Paused bool
+	Ran    bool // one of its vCPUs has run; xl tells that only of what took 0.1 s
 }
 
 // Type is the type of a domain.

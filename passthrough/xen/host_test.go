@@ -72,9 +72,10 @@ func TestDomains(t *testing.T) {
 	server.Set("/local/domain/7/vm", "/vm/0c9f", "/libxl/7/type", "pvh", "/libxl/0/type", "nonsense")
 	xl := program(t, `echo 'Name ID Mem VCPUs State Time(s)
 Domain-0 0 800 1 r----- 10.0
-a name with spaces 7 128 1 --p--- 1.5'`)
+a name with spaces 7 128 1 --p--- 1.5
+new 8 128 1 --p--- 0.0'`)
 	got, err = New(fstest.MapFS{}, c, xl).Domains(t.Context())
-	want = []Domain{{ID: 0, Name: "Domain-0"}, {ID: 7, Name: "web[1m", Type: TypePVH, UUID: "0c9f", Paused: true}}
+	want = []Domain{{ID: 0, Name: "Domain-0", Ran: true}, {ID: 7, Name: "web[1m", Type: TypePVH, UUID: "0c9f", Paused: true, Ran: true}, {ID: 8, Paused: true}}
 	if d := cmp.Diff(want, got); d != "" || err != nil {
 		t.Error(d, err)
 	}

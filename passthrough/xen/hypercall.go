@@ -47,6 +47,7 @@ const (
 	domainHVM        = 1 << 1
 	domainPaused     = 1 << 3
 	emulatesPM       = 1 << 2 // HVM domains have more emulated devices than a local APIC, PVH domains do not
+	cpuTimeOffset    = 56
 	handleOffset     = 76
 	emulationOffset  = 104
 	maxDomainsAtOnce = 128
@@ -202,7 +203,7 @@ func (p *Privcmd) Running(ctx context.Context) ([]Running, error) {
 
 func parseDomain(b []byte) Running {
 	flags := le.Uint32(b[4:])
-	r := Running{ID: le.Uint16(b[0:]), Dying: flags&domainDying != 0, Paused: flags&domainPaused != 0, Type: TypePV}
+	r := Running{ID: le.Uint16(b[0:]), Dying: flags&domainDying != 0, Paused: flags&domainPaused != 0, Ran: le.Uint64(b[cpuTimeOffset:]) != 0, Type: TypePV}
 	if flags&domainHVM != 0 {
 		r.Type = TypePVH
 		if le.Uint32(b[emulationOffset:])&emulatesPM != 0 {

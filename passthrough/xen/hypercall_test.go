@@ -37,6 +37,7 @@ type fakeDomain struct {
 	flags   uint32
 	emul    uint32
 	handle  byte
+	time    uint64 // of its vCPUs, ns
 	devices []pci.Address
 }
 
@@ -99,6 +100,7 @@ func (x *fakeXen) list(b []byte) error {
 		clear(info)
 		le.PutUint16(info[0:], d.id)
 		le.PutUint32(info[4:], d.flags)
+		le.PutUint64(info[56:], d.time)
 		info[76] = d.handle
 		le.PutUint32(info[104:], d.emul)
 		n++
@@ -164,12 +166,12 @@ func addr(s string) pci.Address {
 }
 
 func TestRunningByHypercall(t *testing.T) {
-	x := &fakeXen{domains: []fakeDomain{{id: 0}, {id: 3, flags: domainHVM, emul: 0x5ff, handle: 0xab}, {id: 4, flags: domainHVM | domainPaused, emul: 1}, {id: 9, flags: domainDying}}}
+	x := &fakeXen{domains: []fakeDomain{{id: 0}, {id: 3, flags: domainHVM, emul: 0x5ff, handle: 0xab}, {id: 4, flags: domainHVM | domainPaused, emul: 1, time: 1}, {id: 9, flags: domainDying}}}
 	got, err := x.privcmd().Running(t.Context())
 	want := []Running{
 		{ID: 0, Type: TypePV},
 		{ID: 3, Type: TypeHVM, UUID: "ab000000-0000-0000-0000-000000000000"},
-		{ID: 4, Type: TypePVH, Paused: true},
+		{ID: 4, Type: TypePVH, Paused: true, Ran: true},
 		{ID: 9, Type: TypePV, Dying: true},
 	}
 	if d := cmp.Diff(want, got); d != "" || err != nil {

@@ -137,7 +137,7 @@ func parseList(out string) ([]Running, error) {
 			continue
 		}
 		// r blocked paused shutdown crashed dying
-		list = append(list, Running{ID: uint16(id), Paused: state[2] == 'p', Dying: state[5] == 'd'})
+		list = append(list, Running{ID: uint16(id), Paused: state[2] == 'p', Dying: state[5] == 'd', Ran: fields[4] != "0.0"})
 	}
 	if len(list) == 0 {
 		return nil, errors.New("xl list: not one domain in its answer")

@@ -26,12 +26,14 @@ type Options struct {
 	Until      time.Time
 	Fail, Kill int // of 100 operations: so many fail or are cancelled, and so many are killed
 	Seed       uint64
+	Network    bool // the network breaks meanwhile: operations may fail by themselves
 	Log        func(format string, args ...any)
 }
 
 // Result counts what was done.
 type Result struct {
 	Operations, Done, Failed, Killed int
+	Broken                           int           // that failed by themselves, as the network broke
 	Worst                            time.Duration // that the application stood still in an operation that was done
 }
 
@@ -136,7 +138,11 @@ func (a *actor) one(ctx context.Context) error {
 	}
 	switch {
 	case err != nil || res.GetError() != "" || res.GetRefused():
-		if fault == "" && strike == nil && timeout == 0 && !res.GetRefused() {
+		switch {
+		case fault != "" || strike != nil || timeout != 0 || res.GetRefused():
+		case a.Network:
+			a.result.Broken++
+		default:
 			return errors.Join(fmt.Errorf("%s to %s, which nothing disturbed: %s", kind, to, res.GetError()), err)
 		}
 		a.Log("%s to %s: %v %s", what, to, err, res.GetError())
@@ -260,13 +266,19 @@ func (a *actor) settled(ctx context.Context) (*gpuctlv1.Session, error) {
 
 // rest leaves the session running.
 func (a *actor) rest(ctx context.Context) error {
-	for {
+	for end := time.Now().Add(settleTimeout); ; {
 		s, err := a.settled(ctx)
 		if err != nil || s.GetSuspendedTo() == "" {
 			return err
 		}
-		if res, err := a.operate(ctx, "resume", a.GPUs[0], "", 0); err != nil || res.GetError() != "" {
+		res, err := a.operate(ctx, "resume", a.GPUs[0], "", 0)
+		if (err != nil || res.GetError() != "") && (!a.Network || time.Now().After(end)) {
 			return errors.Join(fmt.Errorf("last resumption: %s", res.GetError()), err)
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(20 * time.Millisecond):
 		}
 	}
 }

@@ -5,6 +5,8 @@
  */
 #include "clx.h"
 
+enum { REGIONS = 1024 };
+
 static double *samples;
 static int count;
 
@@ -113,6 +115,8 @@ int main(int argc, char **argv) {
     unsigned char *h = malloc(size);
     CLX_CHECK(h, "no memory");
     memset(h, 1, size);
+    cl_mem regions = clCreateBuffer(c, CL_MEM_READ_WRITE, REGIONS * 1024, NULL, &e);
+    CLX_OK(e);
     cl_mem big = clCreateBuffer(c, CL_MEM_READ_WRITE, size, NULL, &e);
     CLX_OK(e);
     CLX_OK(clEnqueueWriteBuffer(q, big, CL_TRUE, 0, size, h, 0, NULL, NULL)); /* pages exist from here on */
@@ -125,7 +129,43 @@ int main(int argc, char **argv) {
         CLX_OK(clEnqueueReadBuffer(q, big, CL_TRUE, 0, size, h, 0, NULL, NULL));
         w[r] = (double)size / (clx_now() - t) / 1e9;
     }
-    printf(", \"write_gbs\": %.3f, \"read_gbs\": %.3f}\n", median(v, rounds), median(w, rounds));
+    printf(", \"write_gbs\": %.3f, \"read_gbs\": %.3f", median(v, rounds), median(w, rounds));
+    for (int r = 0; r < rounds; r++) { /* a page of a large region is changed */
+        t = clx_now();
+        unsigned char *m = clEnqueueMapBuffer(q, big, CL_TRUE, CL_MAP_READ | CL_MAP_WRITE, 0, size, 0, NULL, NULL, &e);
+        CLX_OK(e);
+        v[r] = clx_now() - t;
+        m[size / 2] = (unsigned char)r;
+        t = clx_now();
+        CLX_OK(clEnqueueUnmapMemObject(q, big, m, 0, NULL, NULL));
+        CLX_OK(clFinish(q));
+        w[r] = clx_now() - t;
+        unsigned char got = 0;
+        CLX_OK(clEnqueueReadBuffer(q, big, CL_TRUE, size / 2, 1, &got, 0, NULL, NULL));
+        CLX_CHECK(got == (unsigned char)r, "the mapped region holds %d, not %d", got, r);
+    }
+    printf(", \"map_ms\": %.3f, \"unmap_page_ms\": %.3f", median(v, rounds) * 1e3, median(w, rounds) * 1e3);
+    for (int r = 0; r < rounds; r++) { /* many small regions are mapped, written and unmapped */
+        void *m[REGIONS];
+        t = clx_now();
+        for (size_t i = 0; i < REGIONS; i++) {
+            m[i] = clEnqueueMapBuffer(q, regions, CL_FALSE, CL_MAP_READ | CL_MAP_WRITE, i * 1024, 1024, 0, NULL, NULL, &e);
+            CLX_OK(e);
+        }
+        CLX_OK(clFinish(q));
+        for (size_t i = 0; i < REGIONS; i++)
+            memset(m[i], r + (int)i + 1, 1024);
+        for (size_t i = 0; i < REGIONS; i++)
+            CLX_OK(clEnqueueUnmapMemObject(q, regions, m[i], 0, NULL, NULL));
+        CLX_OK(clFinish(q));
+        v[r] = clx_now() - t;
+        unsigned char got[REGIONS * 1024];
+        CLX_OK(clEnqueueReadBuffer(q, regions, CL_TRUE, 0, sizeof got, got, 0, NULL, NULL));
+        for (size_t i = 0; i < sizeof got; i++)
+            CLX_CHECK(got[i] == (unsigned char)(r + (int)(i / 1024) + 1), "region %zu holds %d in round %d", i / 1024, got[i], r);
+    }
+    printf(", \"regions_ms\": %.3f}\n", median(v, rounds) * 1e3);
+    CLX_OK(clReleaseMemObject(regions));
     CLX_OK(clReleaseMemObject(big));
     CLX_OK(clReleaseMemObject(b));
     CLX_OK(clReleaseKernel(k));

@@ -389,6 +389,52 @@ CASE(map_buffer) {
     OK(clReleaseMemObject(a));
 }
 
+CASE(unmap_at_once) {
+    /* The application has no time to write, nor to see the region: the content stays. */
+    enum { N = 1 << 18 };
+    static unsigned char w[N];
+    for (size_t n = 1000; n <= N; n += N - 1000) {
+        cl_mem a = buffer(CL_MEM_READ_WRITE, n, NULL);
+        for (int r = 1; r < 6; r++) {
+            cl_uchar v = (cl_uchar)(r * 11);
+            void *p;
+            OK(clEnqueueFillBuffer(Q, a, &v, 1, 0, n, 0, NULL, NULL));
+            MK(p, clEnqueueMapBuffer(Q, a, CL_FALSE, CL_MAP_READ | CL_MAP_WRITE, 0, n, 0, NULL, NULL, &E));
+            OK(clEnqueueUnmapMemObject(Q, a, p, 0, NULL, NULL));
+            OK(clEnqueueReadBuffer(Q, a, CL_TRUE, 0, n, w, 0, NULL, NULL));
+            for (size_t i = 0; i < n; i++)
+                T(w[i] == v);
+        }
+        OK(clReleaseMemObject(a));
+    }
+}
+
+CASE(unmap_waits_for_user_event) {
+    /* It is asked for first, and the application writes before it lets it run. */
+    enum { N = 1 << 18 };
+    static unsigned char w[N];
+    for (size_t n = 1000; n <= N; n += N - 1000) {
+        cl_mem a = buffer(CL_MEM_READ_WRITE, n, NULL);
+        OK(clEnqueueFillBuffer(Q, a, "\1", 1, 0, n, 0, NULL, NULL));
+        for (int r = 2; r < 6; r++) {
+            cl_event u;
+            unsigned char *p;
+            MK(u, clCreateUserEvent(C, &E));
+            MK(p, clEnqueueMapBuffer(Q, a, CL_TRUE, CL_MAP_READ | CL_MAP_WRITE, 0, n, 0, NULL, NULL, &E));
+            T(p[0] == r - 1 && p[n - 1] == r - 1);
+            OK(clEnqueueUnmapMemObject(Q, a, p, 1, &u, NULL));
+            OK(clFlush(Q));
+            memset(p, r, n);
+            OK(clSetUserEventStatus(u, CL_COMPLETE));
+            OK(clEnqueueReadBuffer(Q, a, CL_TRUE, 0, n, w, 0, NULL, NULL));
+            for (size_t i = 0; i < n; i++)
+                T(w[i] == r);
+            OK(clReleaseEvent(u));
+        }
+        OK(clReleaseMemObject(a));
+    }
+}
+
 CASE(map_twice_same_region) {
     cl_mem a = buffer(CL_MEM_READ_WRITE | CL_MEM_ALLOC_HOST_PTR, 4096, NULL);
     OK(clEnqueueFillBuffer(Q, a, "\3", 1, 0, 4096, 0, NULL, NULL));

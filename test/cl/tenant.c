@@ -119,6 +119,8 @@ int main(int argc, char **argv)
     double until = clx_now() + seconds;
     while (clx_now() < until && !ended() && n + ahead <= most) {
         for (unsigned i = 0; i < ahead; i++) {
+            if (loop) /* its turn begins with another command */
+                CLX_OK(clEnqueueFillBuffer(q, m, &zero, 4, 0, 4096, 0, NULL, NULL));
             size_t work = computes || loop ? 1 : (size_t)(us * (0.8 + 0.4 * uniform())), one = 1;
             CLX_OK(clEnqueueNDRangeKernel(q, k, 1, NULL, &work, &one, 0, NULL, &ev[i]));
         }

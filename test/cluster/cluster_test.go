@@ -24,7 +24,7 @@ import (
 
 // TestCluster goes through the life of a cluster of three hosts.
 func TestCluster(t *testing.T) {
-	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 25*time.Minute)
 	defer cancel()
 	r := build(t)
 	began := time.Now()
@@ -306,9 +306,14 @@ func (c *life) session(t *testing.T, ctx context.Context) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	app := l.command(ctx, "run", "--gpu", "model == 'Small' || model == 'Large'", "--", l.root.program("stream"), "--mib", "8", "--buffers", "2", "--seconds", "9")
+	app := l.command(ctx, "run", "--gpu", "model == 'Small' || model == 'Large'", "--", l.root.program("stream"), "--mib", "8", "--buffers", "2", "--stdin")
 	var said bytes.Buffer
 	app.Stdout, app.Stderr = &said, &said
+	end, err := app.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer end.Close()
 	if err := app.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -369,6 +374,9 @@ func (c *life) session(t *testing.T, ctx context.Context) {
 	}
 	if got := owners(t, ctx, l); len(got[l.name+"/large"]) != 1 {
 		t.Errorf("%v", got)
+	}
+	if err := end.Close(); err != nil {
+		t.Fatal(err)
 	}
 	select {
 	case err := <-ended:

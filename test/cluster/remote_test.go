@@ -186,9 +186,10 @@ func oneOwner(t *testing.T, ctx context.Context, h *host) {
 
 // TestASessionStartsOnAnotherHostsGPUAndComesHome is the life of a session under MRQ.
 func TestASessionStartsOnAnotherHostsGPUAndComesHome(t *testing.T) {
+	built := build(t) // its time is not the hosts'
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
-	hosts := farHosts(t, ctx, build(t), "a", "b")
+	hosts := farHosts(t, ctx, built, "a", "b")
 	a, b := hosts[0], hosts[1]
 	first := a.run(ctx)
 	a.on(t, ctx, "one")
@@ -252,6 +253,9 @@ func TestASessionStartsOnAnotherHostsGPUAndComesHome(t *testing.T) {
 	}
 	var verbs []string
 	for _, m := range moves {
+		if m["verb"] == "home" && m["state"] != "done" {
+			continue // on a busy machine it may take more than one attempt
+		}
 		verbs = append(verbs, fmt.Sprint(m["verb"], " ", m["state"]))
 	}
 	slices.Sort(verbs)
@@ -260,12 +264,48 @@ func TestASessionStartsOnAnotherHostsGPUAndComesHome(t *testing.T) {
 	}
 }
 
+// TestASessionOfAnotherHostTakesTurns has a GPU shared by a session of its host and one of
+// another host.
+func TestASessionOfAnotherHostTakesTurns(t *testing.T) {
+	built := build(t)
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
+	defer cancel()
+	hosts := farHosts(t, ctx, built, "a", "b")
+	a, b := hosts[0], hosts[1]
+	here := b.run(ctx, "--local", "--min-memory", "128MiB")
+	id := b.on(t, ctx, "one")
+	shared := func() (bool, error) {
+		text, err := b.gpuctl(ctx, "-o", "json", "describe", "session", id)
+		return strings.Contains(text, `"shared": true`), err
+	}
+	if is, err := shared(); is || err != nil {
+		t.Fatalf("alone, and it takes turns: %v %v", is, err)
+	}
+	there := a.run(ctx, "--remote", "only", "--min-memory", "128MiB")
+	a.on(t, ctx, "b/one")
+	testkit.Until(t, "they take turns", func() error {
+		is, err := shared()
+		return errors.Join(err, testkit.Want(is, "no turns"))
+	})
+	here.goesOn(t)
+	there.goesOn(t)
+	there.checked(t, ctx)
+	testkit.Until(t, "it is alone again", func() error {
+		is, err := shared()
+		return errors.Join(err, testkit.Want(!is, "turns"))
+	})
+	here.goesOn(t)
+	here.checked(t, ctx)
+	free(t, ctx, a, b)
+}
+
 // TestHostsOfALeaseDie kills each process of both hosts while a session is on a GPU of
 // another host.
 func TestHostsOfALeaseDie(t *testing.T) {
+	built := build(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 8*time.Minute)
 	defer cancel()
-	hosts := farHosts(t, ctx, build(t), "a", "b", "c")
+	hosts := farHosts(t, ctx, built, "a", "b", "c")
 	complete(ctx, t, hosts)
 	a, b, c := hosts[0], hosts[1], hosts[2]
 	only := []string{"--remote", "only", "--gpu", `id == "b/one"`} // c has one, too

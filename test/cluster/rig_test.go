@@ -53,7 +53,7 @@ func build(t *testing.T) root {
 	}
 	r := root(to)
 	if _, err := os.Stat(r.program("stream")); err != nil {
-		t.Skipf("no test programs (%v): run make", err)
+		t.Fatalf("no test programs (%v): run make", err)
 	}
 	return r
 }

@@ -515,7 +515,7 @@ func TestSuspendDiskFull(t *testing.T) {
 // had cached on the other runtime.
 func TestProgramCache(t *testing.T) {
 	if _, err := exec.LookPath("x264"); err != nil {
-		t.Skip(err)
+		t.Fatal(err, ": make setup")
 	}
 	r := start(t)
 	dir := t.TempDir()
@@ -551,5 +551,27 @@ func TestProgramCache(t *testing.T) {
 	}
 	if !bytes.Equal(before, after) {
 		t.Error("the cached binary differs by model")
+	}
+}
+
+// TestSwapWhileAnUnmapWaits swaps while a request to unmap a region waits for the application,
+// which writes the region before and after.
+func TestSwapWhileAnUnmapWaits(t *testing.T) {
+	r := start(t)
+	cmd := r.Command(t.Context(), rig.Basic, r.Program("late"), "--rounds", "4")
+	next, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	a := launch(t, cmd)
+	for i, to := range []string{rig.Pthread, rig.Basic, rig.Pthread, rig.Basic} {
+		a.until(t, fmt.Sprintf("waits %d", i))
+		swap(t, r, to)
+		if _, err := io.WriteString(next, "\n"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := a.wait(t); err != nil || !strings.Contains(a.output(), "ok") {
+		t.Errorf("%v: %s", err, a.output())
 	}
 }

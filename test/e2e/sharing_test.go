@@ -178,14 +178,15 @@ func TestOwnersThatShareAGPU(t *testing.T) {
 
 // A kernel without an end: others go on beside it, its session is told of and then ended.
 func TestSessionThatKeepsTheGPUIsEnded(t *testing.T) {
-	r := startSharing(t, "{policy: fair, limit: 500ms, endAfter: 5s}")
+	r := startSharing(t, "{policy: fair, limit: 500ms, endAfter: 15s}")
 	b := sharedStream(t, r, "b", rig.Pthread, "--kib", "256")
 	b.more(t, 1)
 	a := tenant(t, r, "endless", rig.Pthread, "--loop", "--seconds", "3600")
-	ofOwner(t, r, "endless", "it is told of", func(s shared) bool { return strings.Contains(s.Message, "forever has had GPU large for") })
+	// Where processors are rare, the command before it may be the one that takes so long at first.
+	ofOwner(t, r, "endless", "it is told of", func(s shared) bool { return strings.Contains(s.Message, " has had GPU large for ") })
 	b.more(t, 1)
 	lost := ofOwner(t, r, "endless", "it is lost", func(s shared) bool { return s.State == "lost" })
-	if !strings.Contains(lost.Message, "while others wait") {
+	if !strings.Contains(lost.Message, "forever has had GPU large for ") || !strings.Contains(lost.Message, "while others wait") {
 		t.Errorf("it is lost: %s", lost.Message)
 	}
 	if err := a.wait(t); err == nil {

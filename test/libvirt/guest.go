@@ -69,7 +69,7 @@ func (r *Rig) Guest(name, uuid, devices string) ([]byte, error) {
   <os><type arch='x86_64' machine='pc-q35-6.0'>hvm</type><boot dev='hd'/></os>
   <features><acpi/></features>
   <devices>
-    <emulator>/usr/bin/qemu-system-x86_64</emulator>
+    <emulator>%[5]s</emulator>
     <disk type='file' device='disk'><driver name='qemu' type='raw'/><source file='%[3]s'/><target dev='sda' bus='sata'/></disk>
     <controller type='pci' model='pcie-root'/>
     <controller type='pci' model='pcie-root-port'/>
@@ -79,7 +79,7 @@ func (r *Rig) Guest(name, uuid, devices string) ([]byte, error) {
     <memballoon model='none'/>
 %[4]s  </devices>
 </domain>
-`, name, uuid, disk, devices), nil
+`, name, uuid, disk, devices, r.emulator), nil
 }
 
 // Count is the last number that a guest wrote on this host, zero for none, and

@@ -33,7 +33,7 @@ var ErrMissing = errors.New("can't start libvirtd here")
 func packages() map[string]string {
 	return map[string]string{
 		"libvirt-daemon-system":      "/etc/libvirt/libvirtd.conf",
-		"libvirt-daemon":             "/usr/sbin/libvirtd",
+		"libvirt-daemon":             "/usr/sbin/libvirtd", // and virtlockd
 		"libvirt-daemon-driver-qemu": "/usr/lib/" + multiarch + "/libvirt/connection-driver/libvirt_driver_qemu.so",
 		"qemu-system-x86":            "/usr/bin/qemu-system-x86_64",
 		"iproute2":                   "/sbin/ip",
@@ -62,8 +62,12 @@ func Need(tb testing.TB, err error) {
 type Rig struct {
 	// Dir holds all files of the hosts.
 	Dir string
+	// Locks is what keeps a guest from being on two hosts.
+	Locks Locks
 	// Hosts reach each other by their addresses.
 	Hosts []*Host
+
+	emulator string // of guests
 }
 
 // Host is a libvirtd with namespaces of its own.
@@ -75,11 +79,15 @@ type Host struct {
 	holder  *exec.Cmd // unshare, which waits for init
 	init    int       // process 1 of the host
 	daemon  *exec.Cmd // nsenter, which waits for libvirtd
+	locker  *exec.Cmd // the same for virtlockd
 	errors  *bytes.Buffer
 }
 
-// Start starts one host per name, at most nine.
-func Start(names ...string) (_ *Rig, err error) {
+// Start starts one host per name, at most nine, without a lock manager.
+func Start(names ...string) (*Rig, error) { return StartLocked(NoLocks, names...) }
+
+// StartLocked starts them with a lock manager.
+func StartLocked(locks Locks, names ...string) (_ *Rig, err error) {
 	if os.Geteuid() != 0 {
 		return nil, fmt.Errorf("%w: namespaces take root", ErrMissing)
 	}
@@ -92,7 +100,7 @@ func Start(names ...string) (_ *Rig, err error) {
 	if err != nil {
 		return nil, err
 	}
-	r := &Rig{Dir: dir}
+	r := &Rig{Dir: dir, Locks: locks, emulator: "/usr/bin/qemu-system-x86_64"}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, r.Close())
@@ -109,6 +117,9 @@ func Start(names ...string) (_ *Rig, err error) {
 		return nil, err
 	}
 	if err := r.wire(); err != nil {
+		return nil, err
+	}
+	if err := r.lock(); err != nil {
 		return nil, err
 	}
 	for _, h := range r.Hosts {
@@ -303,27 +314,37 @@ func (h *Host) run(args ...string) error {
 
 // launch starts libvirtd.
 func (h *Host) launch() error {
-	h.daemon = h.Command(context.Background(), "/usr/sbin/libvirtd", "--listen")
-	h.daemon.Env = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL=C"}
+	var err error
+	h.daemon, err = h.serve("/usr/sbin/libvirtd", "--listen")
+	return err
+}
+
+// serve starts a daemon of the host's.
+func (h *Host) serve(program string, args ...string) (*exec.Cmd, error) {
+	c := h.Command(context.Background(), program, args...)
+	c.Env = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL=C"}
 	// Files, not pipes: guests outlive the daemon and would keep a pipe open.
-	f, err := os.Create(filepath.Join(h.dir, "log", "libvirtd.stderr"))
+	f, err := os.Create(filepath.Join(h.dir, "log", filepath.Base(program)+".stderr"))
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer f.Close()
-	h.daemon.Stderr = f
-	if err := h.daemon.Start(); err != nil {
-		return fmt.Errorf("host %s: %w", h.Name, err)
+	c.Stderr = f
+	if err := c.Start(); err != nil {
+		return nil, fmt.Errorf("host %s: %w", h.Name, err)
 	}
-	return nil
+	return c, nil
 }
 
 // wait waits until libvirtd listens.
-func (h *Host) wait() error {
+func (h *Host) wait() error { return h.listens("libvirtd", h.Socket()) }
+
+// listens waits until a daemon listens.
+func (h *Host) listens(daemon, socket string) error {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	err := testkit.Poll(ctx, "libvirtd listens", func() error {
-		conn, err := net.Dial("unix", h.Socket())
+	err := testkit.Poll(ctx, daemon+" listens", func() error {
+		conn, err := net.Dial("unix", socket)
 		if err == nil {
 			conn.Close()
 		}
@@ -378,10 +399,12 @@ func (h *Host) end() {
 		_ = h.holder.Process.Kill()
 	}
 	// Process 1 is gone when its last child is reaped, which is libvirtd's
-	// nsenter's to do, and that may have been stopped.
-	if h.daemon != nil && h.daemon.Process != nil && h.daemon.ProcessState == nil {
-		_ = h.daemon.Process.Signal(syscall.SIGCONT)
-		ended(h.daemon)
+	// nsenter's to do, or virtlockd's, and that may have been stopped.
+	for _, c := range []*exec.Cmd{h.daemon, h.locker} {
+		if c != nil && c.Process != nil && c.ProcessState == nil {
+			_ = c.Process.Signal(syscall.SIGCONT)
+			ended(c)
+		}
 	}
 	ended(h.holder)
 }
@@ -402,7 +425,7 @@ func (h *Host) DataURI() string { return "tcp://" + h.Address }
 func (h *Host) Log() string {
 	const most = 8 << 10
 	var all []byte
-	for _, name := range []string{"libvirtd.stderr", "libvirtd.log"} {
+	for _, name := range []string{"virtlockd.stderr", "libvirtd.stderr", "libvirtd.log"} {
 		b, _ := os.ReadFile(filepath.Join(h.dir, "log", name))
 		all = append(all, b[max(0, len(b)-most):]...)
 	}

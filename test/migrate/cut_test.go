@@ -10,7 +10,6 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -21,6 +20,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/internal/virt"
+	"github.com/gpuctl/gpuctl/test/libvirt"
 )
 
 // cutPort is where a libvirtd is reached through what cuts it off.
@@ -93,11 +93,11 @@ func readFrame(r io.Reader) ([]byte, error) {
 	return frame, err
 }
 
-// The answer that the VM runs at its destination is lost, and libvirt lets it go
-// on at its source, too: nothing is done any more, one of them is paused, and
-// everybody is told.
-func TestLostLastAnswerOfLibvirtIsAnAlarm(t *testing.T) {
-	r, a, b := clusterBy(t, "qemu+tcp://{address}:"+cutPort+"/system")
+// cutCluster is two hosts, of which the second one's last answer about the first VM that comes
+// to it is lost. said is what cuts it off has to say.
+func cutCluster(t *testing.T, locks libvirt.Locks) (r *libvirt.Rig, a, b *host, said *testkit.Log) {
+	t.Helper()
+	r, a, b = clusterBy(t, locks, "qemu+tcp://{address}:"+cutPort+"/system")
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
@@ -112,15 +112,20 @@ func TestLostLastAnswerOfLibvirtIsAnAlarm(t *testing.T) {
 	}
 	proxy := b.Command(t.Context(), self)
 	proxy.Env = append(os.Environ(), cutEnv+"="+b.Address)
-	said := &testkit.Log{}
+	said = &testkit.Log{}
 	proxy.Stdout, proxy.Stderr, proxy.WaitDelay = said, said, time.Second
 	if err := proxy.Start(); err != nil {
 		t.Fatal(err)
 	}
-	var end sync.Once
-	stop := func() { end.Do(func() { _ = proxy.Process.Kill(); _ = proxy.Wait() }) }
-	t.Cleanup(stop)
+	t.Cleanup(func() { _ = proxy.Process.Kill(); _ = proxy.Wait() })
+	return r, a, b, said
+}
 
+// The answer that the VM runs at its destination is lost, and libvirt lets it go
+// on at its source, too: nothing is done any more, one of them is paused, and
+// everybody is told.
+func TestLostLastAnswerOfLibvirtIsAnAlarm(t *testing.T) {
+	r, a, b, said := cutCluster(t, libvirt.NoLocks)
 	ctx, cancel := context.WithTimeout(t.Context(), 6*time.Minute)
 	defer cancel()
 	xml, err := r.Guest("web", uuid, "")
@@ -145,25 +150,10 @@ func TestLostLastAnswerOfLibvirtIsAnAlarm(t *testing.T) {
 	if err != nil || last.GetEnd() != "held" || !strings.Contains(last.GetMessage(), "the VM runs on two hosts, hosta and hostb: the copy on host hostb is paused") {
 		t.Fatalf("%v %v; %s", last, err, said)
 	}
-	state := func(h *host) virt.State {
-		t.Helper()
-		d, err := h.virt.Lookup(ctx, "web")
-		if err != nil {
-			t.Fatal(err)
-		}
-		s, err := h.virt.State(ctx, d)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return s
-	}
-	if s, o := state(a), state(b); s != virt.Running || o != virt.Paused {
+	if s, o := a.state(ctx), b.state(ctx); s != virt.Running || o != virt.Paused {
 		t.Errorf("it is %v at home, the copy is %v", s, o)
 	}
-	testkit.Until(t, "the cluster is alarmed", func() error {
-		res, err := b.api().Status(ctx, connect.NewRequest(&clusterv1.StatusRequest{}))
-		return testkit.Want(err == nil && len(res.Msg.GetAlarms()) == 1 && strings.Contains(res.Msg.GetAlarms()[0], "the VM runs on two hosts"), res, err)
-	})
+	b.alarmed(ctx, "the VM runs on two hosts")
 	// The operator ends the copy, and has it go on.
 	copied, err := b.virt.Lookup(ctx, "web")
 	if err == nil {

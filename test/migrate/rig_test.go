@@ -57,7 +57,7 @@ func build(t *testing.T, dir string) {
 	guest := filepath.Join(root, "bin", "gpuguest")
 	data, err := os.ReadFile(guest)
 	if err != nil {
-		t.Skipf("no gpuguest (%v): run make", err)
+		t.Fatalf("no gpuguest (%v): run make", err)
 	}
 	if err := os.WriteFile(filepath.Join(dir, "gpuguest"), data, 0o755); err != nil {
 		t.Fatal(err)
@@ -67,13 +67,16 @@ func build(t *testing.T, dir string) {
 // cluster starts two hosts, each with a hostd, as one cluster.
 func cluster(t *testing.T) (r *libvirt.Rig, a, b *host) {
 	t.Helper()
-	return clusterBy(t, "qemu+tcp://{address}/system")
+	return clusterBy(t, libvirt.NoLocks, direct)
 }
 
-// clusterBy is the same with another way from libvirtd to libvirtd.
-func clusterBy(t *testing.T, uri string) (r *libvirt.Rig, a, b *host) {
+// direct is how libvirtds reach each other.
+const direct = "qemu+tcp://{address}/system"
+
+// clusterBy is the same with a lock manager, and another way from libvirtd to libvirtd.
+func clusterBy(t *testing.T, locks libvirt.Locks, uri string) (r *libvirt.Rig, a, b *host) {
 	t.Helper()
-	r, err := libvirt.Start("hosta", "hostb")
+	r, err := libvirt.StartLocked(locks, "hosta", "hostb")
 	libvirt.Need(t, err)
 	t.Cleanup(func() {
 		if err := r.Close(); err != nil {
@@ -90,7 +93,8 @@ func clusterBy(t *testing.T, uri string) (r *libvirt.Rig, a, b *host) {
 		if err := os.WriteFile(filepath.Join(h.dir, "hostd.yaml"), fmt.Appendf(nil, hostConfig, l.Name, l.Address, uri), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		if h.virt, err = virt.Open("qemu:///system", virt.WithSocket(l.Socket())); err != nil {
+		patient := virt.Timeouts{Query: time.Minute, Change: 5 * time.Minute} // on a busy machine
+		if h.virt, err = virt.Open("qemu:///system", virt.WithSocket(l.Socket()), virt.WithTimeouts(patient)); err != nil {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() { _ = h.virt.Close() })

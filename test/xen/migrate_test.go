@@ -25,6 +25,8 @@ type migration struct {
 		PredictedNs     int64  `json:"predicted_ns"`
 		PredictedStopNs int64  `json:"predicted_stop_ns"`
 		ToGPU           string `json:"to_gpu"`
+		FarGPU          string `json:"far_gpu"`
+		FarClaim        string `json:"far_claim"`
 	} `json:"machine"`
 	Steps []struct {
 		Name   string `json:"name"`

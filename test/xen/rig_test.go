@@ -62,6 +62,7 @@ func (h *host) on(t *testing.T) *host { return &host{h.Host, t} }
 // that was used before is not as a new one is.
 const clean = `
 systemctl stop gpuctl-hostd 2>/dev/null; pkill -x gpuguest
+pkill -f '^[^ ]*hostd mmio-server' && while pgrep -f '^[^ ]*hostd mmio-server'; do sleep 0.2; done; rm -rf /run/gpuctl/mmio
 for d in $(virsh -q list --name | grep -vx Domain-0); do virsh -q destroy $d; done
 for d in $(virsh -q list --all --name | grep -vx Domain-0); do virsh -q undefine $d; done
 for s in /sys/bus/pci/drivers/pciback/0000:*; do

@@ -21,6 +21,423 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+type BorrowRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Gpu           string                 `protobuf:"bytes,1,opt,name=gpu,proto3" json:"gpu,omitempty"` // id in the inventory
+	Model         string                 `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
+	Claim         string                 `protobuf:"bytes,3,opt,name=claim,proto3" json:"claim,omitempty"`    // the VM's claim of it
+	Memory        uint64                 `protobuf:"varint,4,opt,name=memory,proto3" json:"memory,omitempty"` // bytes that all sessions together may have there; 0: all of it
+	Limits        *Limits                `protobuf:"bytes,5,opt,name=limits,proto3" json:"limits,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *BorrowRequest) Reset() {
+	*x = BorrowRequest{}
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[0]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *BorrowRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*BorrowRequest) ProtoMessage() {}
+
+func (x *BorrowRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[0]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use BorrowRequest.ProtoReflect.Descriptor instead.
+func (*BorrowRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{0}
+}
+
+func (x *BorrowRequest) GetGpu() string {
+	if x != nil {
+		return x.Gpu
+	}
+	return ""
+}
+
+func (x *BorrowRequest) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *BorrowRequest) GetClaim() string {
+	if x != nil {
+		return x.Claim
+	}
+	return ""
+}
+
+func (x *BorrowRequest) GetMemory() uint64 {
+	if x != nil {
+		return x.Memory
+	}
+	return 0
+}
+
+func (x *BorrowRequest) GetLimits() *Limits {
+	if x != nil {
+		return x.Limits
+	}
+	return nil
+}
+
+type BorrowResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Wishes        []*LeaseWish           `protobuf:"bytes,1,rep,name=wishes,proto3" json:"wishes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *BorrowResponse) Reset() {
+	*x = BorrowResponse{}
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *BorrowResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*BorrowResponse) ProtoMessage() {}
+
+func (x *BorrowResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use BorrowResponse.ProtoReflect.Descriptor instead.
+func (*BorrowResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *BorrowResponse) GetWishes() []*LeaseWish {
+	if x != nil {
+		return x.Wishes
+	}
+	return nil
+}
+
+// LeaseWish is a session that waits for a lease.
+type LeaseWish struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Session       string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
+	Claim         string                 `protobuf:"bytes,2,opt,name=claim,proto3" json:"claim,omitempty"`   // that the session was offered
+	Device        *VirtualDevice         `protobuf:"bytes,3,opt,name=device,proto3" json:"device,omitempty"` // what its application sees
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LeaseWish) Reset() {
+	*x = LeaseWish{}
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LeaseWish) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LeaseWish) ProtoMessage() {}
+
+func (x *LeaseWish) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LeaseWish.ProtoReflect.Descriptor instead.
+func (*LeaseWish) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *LeaseWish) GetSession() string {
+	if x != nil {
+		return x.Session
+	}
+	return ""
+}
+
+func (x *LeaseWish) GetClaim() string {
+	if x != nil {
+		return x.Claim
+	}
+	return ""
+}
+
+func (x *LeaseWish) GetDevice() *VirtualDevice {
+	if x != nil {
+		return x.Device
+	}
+	return nil
+}
+
+type GrantRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Session       string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
+	Target        *Target                `protobuf:"bytes,2,opt,name=target,proto3" json:"target,omitempty"` // how its carrier reaches the far executor
+	Error         string                 `protobuf:"bytes,3,opt,name=error,proto3" json:"error,omitempty"`   // why it gets no lease; empty: it gets one
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GrantRequest) Reset() {
+	*x = GrantRequest{}
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GrantRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GrantRequest) ProtoMessage() {}
+
+func (x *GrantRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GrantRequest.ProtoReflect.Descriptor instead.
+func (*GrantRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *GrantRequest) GetSession() string {
+	if x != nil {
+		return x.Session
+	}
+	return ""
+}
+
+func (x *GrantRequest) GetTarget() *Target {
+	if x != nil {
+		return x.Target
+	}
+	return nil
+}
+
+func (x *GrantRequest) GetError() string {
+	if x != nil {
+		return x.Error
+	}
+	return ""
+}
+
+type GrantResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GrantResponse) Reset() {
+	*x = GrantResponse{}
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GrantResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GrantResponse) ProtoMessage() {}
+
+func (x *GrantResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GrantResponse.ProtoReflect.Descriptor instead.
+func (*GrantResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{4}
+}
+
+type ReachRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Addresses     []string               `protobuf:"bytes,1,rep,name=addresses,proto3" json:"addresses,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReachRequest) Reset() {
+	*x = ReachRequest{}
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReachRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReachRequest) ProtoMessage() {}
+
+func (x *ReachRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReachRequest.ProtoReflect.Descriptor instead.
+func (*ReachRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *ReachRequest) GetAddresses() []string {
+	if x != nil {
+		return x.Addresses
+	}
+	return nil
+}
+
+type ReachResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Reached       []*Reached             `protobuf:"bytes,1,rep,name=reached,proto3" json:"reached,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReachResponse) Reset() {
+	*x = ReachResponse{}
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReachResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReachResponse) ProtoMessage() {}
+
+func (x *ReachResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReachResponse.ProtoReflect.Descriptor instead.
+func (*ReachResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *ReachResponse) GetReached() []*Reached {
+	if x != nil {
+		return x.Reached
+	}
+	return nil
+}
+
+type Reached struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Error         string                 `protobuf:"bytes,1,opt,name=error,proto3" json:"error,omitempty"`               // why the address is not reached; empty: it is
+	RttNs         int64                  `protobuf:"varint,2,opt,name=rtt_ns,json=rttNs,proto3" json:"rtt_ns,omitempty"` // how long it took to connect
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Reached) Reset() {
+	*x = Reached{}
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Reached) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Reached) ProtoMessage() {}
+
+func (x *Reached) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Reached.ProtoReflect.Descriptor instead.
+func (*Reached) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *Reached) GetError() string {
+	if x != nil {
+		return x.Error
+	}
+	return ""
+}
+
+func (x *Reached) GetRttNs() int64 {
+	if x != nil {
+		return x.RttNs
+	}
+	return 0
+}
+
 type HelloRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -29,7 +446,7 @@ type HelloRequest struct {
 
 func (x *HelloRequest) Reset() {
 	*x = HelloRequest{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[0]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -41,7 +458,7 @@ func (x *HelloRequest) String() string {
 func (*HelloRequest) ProtoMessage() {}
 
 func (x *HelloRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[0]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -54,7 +471,7 @@ func (x *HelloRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HelloRequest.ProtoReflect.Descriptor instead.
 func (*HelloRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{0}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{8}
 }
 
 type HelloResponse struct {
@@ -69,14 +486,16 @@ type HelloResponse struct {
 	Hotplug       bool                   `protobuf:"varint,8,opt,name=hotplug,proto3" json:"hotplug,omitempty"`                                 // the VM has a PCI hot-plug driver
 	HotplugReason string                 `protobuf:"bytes,9,opt,name=hotplug_reason,json=hotplugReason,proto3" json:"hotplug_reason,omitempty"` // why hotplug is false
 	Devices       []*GuestDevice         `protobuf:"bytes,10,rep,name=devices,proto3" json:"devices,omitempty"`
-	UnixNs        int64                  `protobuf:"varint,11,opt,name=unix_ns,json=unixNs,proto3" json:"unix_ns,omitempty"` // time of the VM's clock
+	UnixNs        int64                  `protobuf:"varint,11,opt,name=unix_ns,json=unixNs,proto3" json:"unix_ns,omitempty"`                     // time of the VM's clock
+	Remote        *BorrowRequest         `protobuf:"bytes,12,opt,name=remote,proto3" json:"remote,omitempty"`                                    // the GPU that a host lends to the VM now; unset: none
+	LendAddresses []string               `protobuf:"bytes,80,rep,name=lend_addresses,json=lendAddresses,proto3" json:"lend_addresses,omitempty"` // HOST:PORT at which carriers reach this VM; empty: it lends nothing (protocol 5)
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *HelloResponse) Reset() {
 	*x = HelloResponse{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[1]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -88,7 +507,7 @@ func (x *HelloResponse) String() string {
 func (*HelloResponse) ProtoMessage() {}
 
 func (x *HelloResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[1]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -101,7 +520,7 @@ func (x *HelloResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HelloResponse.ProtoReflect.Descriptor instead.
 func (*HelloResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{1}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *HelloResponse) GetVersion() string {
@@ -181,6 +600,20 @@ func (x *HelloResponse) GetUnixNs() int64 {
 	return 0
 }
 
+func (x *HelloResponse) GetRemote() *BorrowRequest {
+	if x != nil {
+		return x.Remote
+	}
+	return nil
+}
+
+func (x *HelloResponse) GetLendAddresses() []string {
+	if x != nil {
+		return x.LendAddresses
+	}
+	return nil
+}
+
 // GuestDevice is a function as the VM sees it.
 type GuestDevice struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -197,13 +630,14 @@ type GuestDevice struct {
 	Message       string                 `protobuf:"bytes,11,opt,name=message,proto3" json:"message,omitempty"` // why it is not ready
 	Released      bool                   `protobuf:"varint,12,opt,name=released,proto3" json:"released,omitempty"`
 	Target        *Target                `protobuf:"bytes,13,opt,name=target,proto3" json:"target,omitempty"` // how sessions use it, if it is ready
+	Lends         bool                   `protobuf:"varint,80,opt,name=lends,proto3" json:"lends,omitempty"`  // it may be lent to sessions of other VMs and hosts, and the VM's own use it not (protocol 5)
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GuestDevice) Reset() {
 	*x = GuestDevice{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[2]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -215,7 +649,7 @@ func (x *GuestDevice) String() string {
 func (*GuestDevice) ProtoMessage() {}
 
 func (x *GuestDevice) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[2]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -228,7 +662,7 @@ func (x *GuestDevice) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GuestDevice.ProtoReflect.Descriptor instead.
 func (*GuestDevice) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{2}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *GuestDevice) GetAddress() string {
@@ -322,6 +756,13 @@ func (x *GuestDevice) GetTarget() *Target {
 	return nil
 }
 
+func (x *GuestDevice) GetLends() bool {
+	if x != nil {
+		return x.Lends
+	}
+	return false
+}
+
 type WatchDevicesRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -330,7 +771,7 @@ type WatchDevicesRequest struct {
 
 func (x *WatchDevicesRequest) Reset() {
 	*x = WatchDevicesRequest{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[3]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -342,7 +783,7 @@ func (x *WatchDevicesRequest) String() string {
 func (*WatchDevicesRequest) ProtoMessage() {}
 
 func (x *WatchDevicesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[3]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -355,7 +796,7 @@ func (x *WatchDevicesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchDevicesRequest.ProtoReflect.Descriptor instead.
 func (*WatchDevicesRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{3}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{11}
 }
 
 type WatchDevicesResponse struct {
@@ -367,7 +808,7 @@ type WatchDevicesResponse struct {
 
 func (x *WatchDevicesResponse) Reset() {
 	*x = WatchDevicesResponse{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[4]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -379,7 +820,7 @@ func (x *WatchDevicesResponse) String() string {
 func (*WatchDevicesResponse) ProtoMessage() {}
 
 func (x *WatchDevicesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[4]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -392,7 +833,7 @@ func (x *WatchDevicesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchDevicesResponse.ProtoReflect.Descriptor instead.
 func (*WatchDevicesResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{4}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *WatchDevicesResponse) GetDevices() []*GuestDevice {
@@ -411,7 +852,7 @@ type ReleaseRequest struct {
 
 func (x *ReleaseRequest) Reset() {
 	*x = ReleaseRequest{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[5]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -423,7 +864,7 @@ func (x *ReleaseRequest) String() string {
 func (*ReleaseRequest) ProtoMessage() {}
 
 func (x *ReleaseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[5]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -436,7 +877,7 @@ func (x *ReleaseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseRequest.ProtoReflect.Descriptor instead.
 func (*ReleaseRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{5}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *ReleaseRequest) GetAddress() string {
@@ -455,7 +896,7 @@ type ReleaseResponse struct {
 
 func (x *ReleaseResponse) Reset() {
 	*x = ReleaseResponse{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -467,7 +908,7 @@ func (x *ReleaseResponse) String() string {
 func (*ReleaseResponse) ProtoMessage() {}
 
 func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -480,7 +921,7 @@ func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseResponse.ProtoReflect.Descriptor instead.
 func (*ReleaseResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{6}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ReleaseResponse) GetDevice() *GuestDevice {
@@ -499,7 +940,7 @@ type TakeUpRequest struct {
 
 func (x *TakeUpRequest) Reset() {
 	*x = TakeUpRequest{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -511,7 +952,7 @@ func (x *TakeUpRequest) String() string {
 func (*TakeUpRequest) ProtoMessage() {}
 
 func (x *TakeUpRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -524,7 +965,7 @@ func (x *TakeUpRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TakeUpRequest.ProtoReflect.Descriptor instead.
 func (*TakeUpRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{7}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *TakeUpRequest) GetAddress() string {
@@ -543,7 +984,7 @@ type TakeUpResponse struct {
 
 func (x *TakeUpResponse) Reset() {
 	*x = TakeUpResponse{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -555,7 +996,7 @@ func (x *TakeUpResponse) String() string {
 func (*TakeUpResponse) ProtoMessage() {}
 
 func (x *TakeUpResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -568,7 +1009,7 @@ func (x *TakeUpResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TakeUpResponse.ProtoReflect.Descriptor instead.
 func (*TakeUpResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{8}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *TakeUpResponse) GetDevice() *GuestDevice {
@@ -590,7 +1031,7 @@ type AwaitDeviceRequest struct {
 
 func (x *AwaitDeviceRequest) Reset() {
 	*x = AwaitDeviceRequest{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -602,7 +1043,7 @@ func (x *AwaitDeviceRequest) String() string {
 func (*AwaitDeviceRequest) ProtoMessage() {}
 
 func (x *AwaitDeviceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -615,7 +1056,7 @@ func (x *AwaitDeviceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AwaitDeviceRequest.ProtoReflect.Descriptor instead.
 func (*AwaitDeviceRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{9}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *AwaitDeviceRequest) GetVendorId() uint32 {
@@ -655,7 +1096,7 @@ type AwaitDeviceResponse struct {
 
 func (x *AwaitDeviceResponse) Reset() {
 	*x = AwaitDeviceResponse{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -667,7 +1108,7 @@ func (x *AwaitDeviceResponse) String() string {
 func (*AwaitDeviceResponse) ProtoMessage() {}
 
 func (x *AwaitDeviceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -680,7 +1121,7 @@ func (x *AwaitDeviceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AwaitDeviceResponse.ProtoReflect.Descriptor instead.
 func (*AwaitDeviceResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{10}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *AwaitDeviceResponse) GetDevice() *GuestDevice {
@@ -704,7 +1145,7 @@ type PCIIdentity struct {
 
 func (x *PCIIdentity) Reset() {
 	*x = PCIIdentity{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -716,7 +1157,7 @@ func (x *PCIIdentity) String() string {
 func (*PCIIdentity) ProtoMessage() {}
 
 func (x *PCIIdentity) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -729,7 +1170,7 @@ func (x *PCIIdentity) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PCIIdentity.ProtoReflect.Descriptor instead.
 func (*PCIIdentity) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{11}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *PCIIdentity) GetVendorId() uint32 {
@@ -776,7 +1217,7 @@ type ServesRequest struct {
 
 func (x *ServesRequest) Reset() {
 	*x = ServesRequest{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -788,7 +1229,7 @@ func (x *ServesRequest) String() string {
 func (*ServesRequest) ProtoMessage() {}
 
 func (x *ServesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -801,7 +1242,7 @@ func (x *ServesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ServesRequest.ProtoReflect.Descriptor instead.
 func (*ServesRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{12}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ServesRequest) GetFunctions() []*PCIIdentity {
@@ -820,7 +1261,7 @@ type ServesResponse struct {
 
 func (x *ServesResponse) Reset() {
 	*x = ServesResponse{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -832,7 +1273,7 @@ func (x *ServesResponse) String() string {
 func (*ServesResponse) ProtoMessage() {}
 
 func (x *ServesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -845,7 +1286,7 @@ func (x *ServesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ServesResponse.ProtoReflect.Descriptor instead.
 func (*ServesResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{13}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ServesResponse) GetMissing() []string {
@@ -864,7 +1305,7 @@ type ExpectRequest struct {
 
 func (x *ExpectRequest) Reset() {
 	*x = ExpectRequest{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -876,7 +1317,7 @@ func (x *ExpectRequest) String() string {
 func (*ExpectRequest) ProtoMessage() {}
 
 func (x *ExpectRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -889,7 +1330,7 @@ func (x *ExpectRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExpectRequest.ProtoReflect.Descriptor instead.
 func (*ExpectRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{14}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *ExpectRequest) GetFunction() *PCIIdentity {
@@ -907,7 +1348,7 @@ type ExpectResponse struct {
 
 func (x *ExpectResponse) Reset() {
 	*x = ExpectResponse{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -919,7 +1360,7 @@ func (x *ExpectResponse) String() string {
 func (*ExpectResponse) ProtoMessage() {}
 
 func (x *ExpectResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -932,7 +1373,7 @@ func (x *ExpectResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExpectResponse.ProtoReflect.Descriptor instead.
 func (*ExpectResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{15}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{23}
 }
 
 type OpenBulkRequest struct {
@@ -943,7 +1384,7 @@ type OpenBulkRequest struct {
 
 func (x *OpenBulkRequest) Reset() {
 	*x = OpenBulkRequest{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -955,7 +1396,7 @@ func (x *OpenBulkRequest) String() string {
 func (*OpenBulkRequest) ProtoMessage() {}
 
 func (x *OpenBulkRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -968,7 +1409,7 @@ func (x *OpenBulkRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenBulkRequest.ProtoReflect.Descriptor instead.
 func (*OpenBulkRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{16}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{24}
 }
 
 type OpenBulkResponse struct {
@@ -980,7 +1421,7 @@ type OpenBulkResponse struct {
 
 func (x *OpenBulkResponse) Reset() {
 	*x = OpenBulkResponse{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -992,7 +1433,7 @@ func (x *OpenBulkResponse) String() string {
 func (*OpenBulkResponse) ProtoMessage() {}
 
 func (x *OpenBulkResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1005,7 +1446,7 @@ func (x *OpenBulkResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenBulkResponse.ProtoReflect.Descriptor instead.
 func (*OpenBulkResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{17}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *OpenBulkResponse) GetVchan() string {
@@ -1019,8 +1460,32 @@ var File_gpuctl_v1_agent_proto protoreflect.FileDescriptor
 
 const file_gpuctl_v1_agent_proto_rawDesc = "" +
 	"\n" +
-	"\x15gpuctl/v1/agent.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/types.proto\"\x0e\n" +
-	"\fHelloRequest\"\xe2\x02\n" +
+	"\x15gpuctl/v1/agent.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/types.proto\"\x90\x01\n" +
+	"\rBorrowRequest\x12\x10\n" +
+	"\x03gpu\x18\x01 \x01(\tR\x03gpu\x12\x14\n" +
+	"\x05model\x18\x02 \x01(\tR\x05model\x12\x14\n" +
+	"\x05claim\x18\x03 \x01(\tR\x05claim\x12\x16\n" +
+	"\x06memory\x18\x04 \x01(\x04R\x06memory\x12)\n" +
+	"\x06limits\x18\x05 \x01(\v2\x11.gpuctl.v1.LimitsR\x06limits\">\n" +
+	"\x0eBorrowResponse\x12,\n" +
+	"\x06wishes\x18\x01 \x03(\v2\x14.gpuctl.v1.LeaseWishR\x06wishes\"m\n" +
+	"\tLeaseWish\x12\x18\n" +
+	"\asession\x18\x01 \x01(\tR\asession\x12\x14\n" +
+	"\x05claim\x18\x02 \x01(\tR\x05claim\x120\n" +
+	"\x06device\x18\x03 \x01(\v2\x18.gpuctl.v1.VirtualDeviceR\x06device\"i\n" +
+	"\fGrantRequest\x12\x18\n" +
+	"\asession\x18\x01 \x01(\tR\asession\x12)\n" +
+	"\x06target\x18\x02 \x01(\v2\x11.gpuctl.v1.TargetR\x06target\x12\x14\n" +
+	"\x05error\x18\x03 \x01(\tR\x05error\"\x0f\n" +
+	"\rGrantResponse\",\n" +
+	"\fReachRequest\x12\x1c\n" +
+	"\taddresses\x18\x01 \x03(\tR\taddresses\"=\n" +
+	"\rReachResponse\x12,\n" +
+	"\areached\x18\x01 \x03(\v2\x12.gpuctl.v1.ReachedR\areached\"6\n" +
+	"\aReached\x12\x14\n" +
+	"\x05error\x18\x01 \x01(\tR\x05error\x12\x15\n" +
+	"\x06rtt_ns\x18\x02 \x01(\x03R\x05rttNs\"\x0e\n" +
+	"\fHelloRequest\"\xbb\x03\n" +
 	"\rHelloResponse\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12\x1a\n" +
 	"\bprotocol\x18\x02 \x01(\rR\bprotocol\x12\x17\n" +
@@ -1034,7 +1499,9 @@ const file_gpuctl_v1_agent_proto_rawDesc = "" +
 	"\x0ehotplug_reason\x18\t \x01(\tR\rhotplugReason\x120\n" +
 	"\adevices\x18\n" +
 	" \x03(\v2\x16.gpuctl.v1.GuestDeviceR\adevices\x12\x17\n" +
-	"\aunix_ns\x18\v \x01(\x03R\x06unixNs\"\x80\x03\n" +
+	"\aunix_ns\x18\v \x01(\x03R\x06unixNs\x120\n" +
+	"\x06remote\x18\f \x01(\v2\x18.gpuctl.v1.BorrowRequestR\x06remote\x12%\n" +
+	"\x0elend_addresses\x18P \x03(\tR\rlendAddresses\"\x96\x03\n" +
 	"\vGuestDevice\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x1b\n" +
 	"\tvendor_id\x18\x02 \x01(\rR\bvendorId\x12\x1b\n" +
@@ -1049,7 +1516,8 @@ const file_gpuctl_v1_agent_proto_rawDesc = "" +
 	" \x01(\bR\x05ready\x12\x18\n" +
 	"\amessage\x18\v \x01(\tR\amessage\x12\x1a\n" +
 	"\breleased\x18\f \x01(\bR\breleased\x12)\n" +
-	"\x06target\x18\r \x01(\v2\x11.gpuctl.v1.TargetR\x06target\"\x15\n" +
+	"\x06target\x18\r \x01(\v2\x11.gpuctl.v1.TargetR\x06target\x12\x14\n" +
+	"\x05lends\x18P \x01(\bR\x05lends\"\x15\n" +
 	"\x13WatchDevicesRequest\"H\n" +
 	"\x14WatchDevicesResponse\x120\n" +
 	"\adevices\x18\x01 \x03(\v2\x16.gpuctl.v1.GuestDeviceR\adevices\"*\n" +
@@ -1084,7 +1552,7 @@ const file_gpuctl_v1_agent_proto_rawDesc = "" +
 	"\x0eExpectResponse\"\x11\n" +
 	"\x0fOpenBulkRequest\"(\n" +
 	"\x10OpenBulkResponse\x12\x14\n" +
-	"\x05vchan\x18\x01 \x01(\tR\x05vchan2\xaf\x04\n" +
+	"\x05vchan\x18\x01 \x01(\tR\x05vchan2\xe8\x05\n" +
 	"\fAgentService\x12:\n" +
 	"\x05Hello\x12\x17.gpuctl.v1.HelloRequest\x1a\x18.gpuctl.v1.HelloResponse\x12Q\n" +
 	"\fWatchDevices\x12\x1e.gpuctl.v1.WatchDevicesRequest\x1a\x1f.gpuctl.v1.WatchDevicesResponse0\x01\x12@\n" +
@@ -1093,7 +1561,10 @@ const file_gpuctl_v1_agent_proto_rawDesc = "" +
 	"\vAwaitDevice\x12\x1d.gpuctl.v1.AwaitDeviceRequest\x1a\x1e.gpuctl.v1.AwaitDeviceResponse\x12=\n" +
 	"\x06Serves\x12\x18.gpuctl.v1.ServesRequest\x1a\x19.gpuctl.v1.ServesResponse\x12=\n" +
 	"\x06Expect\x12\x18.gpuctl.v1.ExpectRequest\x1a\x19.gpuctl.v1.ExpectResponse\x12C\n" +
-	"\bOpenBulk\x12\x1a.gpuctl.v1.OpenBulkRequest\x1a\x1b.gpuctl.v1.OpenBulkResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
+	"\bOpenBulk\x12\x1a.gpuctl.v1.OpenBulkRequest\x1a\x1b.gpuctl.v1.OpenBulkResponse\x12:\n" +
+	"\x05Reach\x12\x17.gpuctl.v1.ReachRequest\x1a\x18.gpuctl.v1.ReachResponse\x12?\n" +
+	"\x06Borrow\x12\x18.gpuctl.v1.BorrowRequest\x1a\x19.gpuctl.v1.BorrowResponse0\x01\x12:\n" +
+	"\x05Grant\x12\x17.gpuctl.v1.GrantRequest\x1a\x18.gpuctl.v1.GrantResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
 
 var (
 	file_gpuctl_v1_agent_proto_rawDescOnce sync.Once
@@ -1107,58 +1578,80 @@ func file_gpuctl_v1_agent_proto_rawDescGZIP() []byte {
 	return file_gpuctl_v1_agent_proto_rawDescData
 }
 
-var file_gpuctl_v1_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
+var file_gpuctl_v1_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
 var file_gpuctl_v1_agent_proto_goTypes = []any{
-	(*HelloRequest)(nil),         // 0: gpuctl.v1.HelloRequest
-	(*HelloResponse)(nil),        // 1: gpuctl.v1.HelloResponse
-	(*GuestDevice)(nil),          // 2: gpuctl.v1.GuestDevice
-	(*WatchDevicesRequest)(nil),  // 3: gpuctl.v1.WatchDevicesRequest
-	(*WatchDevicesResponse)(nil), // 4: gpuctl.v1.WatchDevicesResponse
-	(*ReleaseRequest)(nil),       // 5: gpuctl.v1.ReleaseRequest
-	(*ReleaseResponse)(nil),      // 6: gpuctl.v1.ReleaseResponse
-	(*TakeUpRequest)(nil),        // 7: gpuctl.v1.TakeUpRequest
-	(*TakeUpResponse)(nil),       // 8: gpuctl.v1.TakeUpResponse
-	(*AwaitDeviceRequest)(nil),   // 9: gpuctl.v1.AwaitDeviceRequest
-	(*AwaitDeviceResponse)(nil),  // 10: gpuctl.v1.AwaitDeviceResponse
-	(*PCIIdentity)(nil),          // 11: gpuctl.v1.PCIIdentity
-	(*ServesRequest)(nil),        // 12: gpuctl.v1.ServesRequest
-	(*ServesResponse)(nil),       // 13: gpuctl.v1.ServesResponse
-	(*ExpectRequest)(nil),        // 14: gpuctl.v1.ExpectRequest
-	(*ExpectResponse)(nil),       // 15: gpuctl.v1.ExpectResponse
-	(*OpenBulkRequest)(nil),      // 16: gpuctl.v1.OpenBulkRequest
-	(*OpenBulkResponse)(nil),     // 17: gpuctl.v1.OpenBulkResponse
-	(*Target)(nil),               // 18: gpuctl.v1.Target
+	(*BorrowRequest)(nil),        // 0: gpuctl.v1.BorrowRequest
+	(*BorrowResponse)(nil),       // 1: gpuctl.v1.BorrowResponse
+	(*LeaseWish)(nil),            // 2: gpuctl.v1.LeaseWish
+	(*GrantRequest)(nil),         // 3: gpuctl.v1.GrantRequest
+	(*GrantResponse)(nil),        // 4: gpuctl.v1.GrantResponse
+	(*ReachRequest)(nil),         // 5: gpuctl.v1.ReachRequest
+	(*ReachResponse)(nil),        // 6: gpuctl.v1.ReachResponse
+	(*Reached)(nil),              // 7: gpuctl.v1.Reached
+	(*HelloRequest)(nil),         // 8: gpuctl.v1.HelloRequest
+	(*HelloResponse)(nil),        // 9: gpuctl.v1.HelloResponse
+	(*GuestDevice)(nil),          // 10: gpuctl.v1.GuestDevice
+	(*WatchDevicesRequest)(nil),  // 11: gpuctl.v1.WatchDevicesRequest
+	(*WatchDevicesResponse)(nil), // 12: gpuctl.v1.WatchDevicesResponse
+	(*ReleaseRequest)(nil),       // 13: gpuctl.v1.ReleaseRequest
+	(*ReleaseResponse)(nil),      // 14: gpuctl.v1.ReleaseResponse
+	(*TakeUpRequest)(nil),        // 15: gpuctl.v1.TakeUpRequest
+	(*TakeUpResponse)(nil),       // 16: gpuctl.v1.TakeUpResponse
+	(*AwaitDeviceRequest)(nil),   // 17: gpuctl.v1.AwaitDeviceRequest
+	(*AwaitDeviceResponse)(nil),  // 18: gpuctl.v1.AwaitDeviceResponse
+	(*PCIIdentity)(nil),          // 19: gpuctl.v1.PCIIdentity
+	(*ServesRequest)(nil),        // 20: gpuctl.v1.ServesRequest
+	(*ServesResponse)(nil),       // 21: gpuctl.v1.ServesResponse
+	(*ExpectRequest)(nil),        // 22: gpuctl.v1.ExpectRequest
+	(*ExpectResponse)(nil),       // 23: gpuctl.v1.ExpectResponse
+	(*OpenBulkRequest)(nil),      // 24: gpuctl.v1.OpenBulkRequest
+	(*OpenBulkResponse)(nil),     // 25: gpuctl.v1.OpenBulkResponse
+	(*Limits)(nil),               // 26: gpuctl.v1.Limits
+	(*VirtualDevice)(nil),        // 27: gpuctl.v1.VirtualDevice
+	(*Target)(nil),               // 28: gpuctl.v1.Target
 }
 var file_gpuctl_v1_agent_proto_depIdxs = []int32{
-	2,  // 0: gpuctl.v1.HelloResponse.devices:type_name -> gpuctl.v1.GuestDevice
-	18, // 1: gpuctl.v1.GuestDevice.target:type_name -> gpuctl.v1.Target
-	2,  // 2: gpuctl.v1.WatchDevicesResponse.devices:type_name -> gpuctl.v1.GuestDevice
-	2,  // 3: gpuctl.v1.ReleaseResponse.device:type_name -> gpuctl.v1.GuestDevice
-	2,  // 4: gpuctl.v1.TakeUpResponse.device:type_name -> gpuctl.v1.GuestDevice
-	2,  // 5: gpuctl.v1.AwaitDeviceResponse.device:type_name -> gpuctl.v1.GuestDevice
-	11, // 6: gpuctl.v1.ServesRequest.functions:type_name -> gpuctl.v1.PCIIdentity
-	11, // 7: gpuctl.v1.ExpectRequest.function:type_name -> gpuctl.v1.PCIIdentity
-	0,  // 8: gpuctl.v1.AgentService.Hello:input_type -> gpuctl.v1.HelloRequest
-	3,  // 9: gpuctl.v1.AgentService.WatchDevices:input_type -> gpuctl.v1.WatchDevicesRequest
-	5,  // 10: gpuctl.v1.AgentService.Release:input_type -> gpuctl.v1.ReleaseRequest
-	7,  // 11: gpuctl.v1.AgentService.TakeUp:input_type -> gpuctl.v1.TakeUpRequest
-	9,  // 12: gpuctl.v1.AgentService.AwaitDevice:input_type -> gpuctl.v1.AwaitDeviceRequest
-	12, // 13: gpuctl.v1.AgentService.Serves:input_type -> gpuctl.v1.ServesRequest
-	14, // 14: gpuctl.v1.AgentService.Expect:input_type -> gpuctl.v1.ExpectRequest
-	16, // 15: gpuctl.v1.AgentService.OpenBulk:input_type -> gpuctl.v1.OpenBulkRequest
-	1,  // 16: gpuctl.v1.AgentService.Hello:output_type -> gpuctl.v1.HelloResponse
-	4,  // 17: gpuctl.v1.AgentService.WatchDevices:output_type -> gpuctl.v1.WatchDevicesResponse
-	6,  // 18: gpuctl.v1.AgentService.Release:output_type -> gpuctl.v1.ReleaseResponse
-	8,  // 19: gpuctl.v1.AgentService.TakeUp:output_type -> gpuctl.v1.TakeUpResponse
-	10, // 20: gpuctl.v1.AgentService.AwaitDevice:output_type -> gpuctl.v1.AwaitDeviceResponse
-	13, // 21: gpuctl.v1.AgentService.Serves:output_type -> gpuctl.v1.ServesResponse
-	15, // 22: gpuctl.v1.AgentService.Expect:output_type -> gpuctl.v1.ExpectResponse
-	17, // 23: gpuctl.v1.AgentService.OpenBulk:output_type -> gpuctl.v1.OpenBulkResponse
-	16, // [16:24] is the sub-list for method output_type
-	8,  // [8:16] is the sub-list for method input_type
-	8,  // [8:8] is the sub-list for extension type_name
-	8,  // [8:8] is the sub-list for extension extendee
-	0,  // [0:8] is the sub-list for field type_name
+	26, // 0: gpuctl.v1.BorrowRequest.limits:type_name -> gpuctl.v1.Limits
+	2,  // 1: gpuctl.v1.BorrowResponse.wishes:type_name -> gpuctl.v1.LeaseWish
+	27, // 2: gpuctl.v1.LeaseWish.device:type_name -> gpuctl.v1.VirtualDevice
+	28, // 3: gpuctl.v1.GrantRequest.target:type_name -> gpuctl.v1.Target
+	7,  // 4: gpuctl.v1.ReachResponse.reached:type_name -> gpuctl.v1.Reached
+	10, // 5: gpuctl.v1.HelloResponse.devices:type_name -> gpuctl.v1.GuestDevice
+	0,  // 6: gpuctl.v1.HelloResponse.remote:type_name -> gpuctl.v1.BorrowRequest
+	28, // 7: gpuctl.v1.GuestDevice.target:type_name -> gpuctl.v1.Target
+	10, // 8: gpuctl.v1.WatchDevicesResponse.devices:type_name -> gpuctl.v1.GuestDevice
+	10, // 9: gpuctl.v1.ReleaseResponse.device:type_name -> gpuctl.v1.GuestDevice
+	10, // 10: gpuctl.v1.TakeUpResponse.device:type_name -> gpuctl.v1.GuestDevice
+	10, // 11: gpuctl.v1.AwaitDeviceResponse.device:type_name -> gpuctl.v1.GuestDevice
+	19, // 12: gpuctl.v1.ServesRequest.functions:type_name -> gpuctl.v1.PCIIdentity
+	19, // 13: gpuctl.v1.ExpectRequest.function:type_name -> gpuctl.v1.PCIIdentity
+	8,  // 14: gpuctl.v1.AgentService.Hello:input_type -> gpuctl.v1.HelloRequest
+	11, // 15: gpuctl.v1.AgentService.WatchDevices:input_type -> gpuctl.v1.WatchDevicesRequest
+	13, // 16: gpuctl.v1.AgentService.Release:input_type -> gpuctl.v1.ReleaseRequest
+	15, // 17: gpuctl.v1.AgentService.TakeUp:input_type -> gpuctl.v1.TakeUpRequest
+	17, // 18: gpuctl.v1.AgentService.AwaitDevice:input_type -> gpuctl.v1.AwaitDeviceRequest
+	20, // 19: gpuctl.v1.AgentService.Serves:input_type -> gpuctl.v1.ServesRequest
+	22, // 20: gpuctl.v1.AgentService.Expect:input_type -> gpuctl.v1.ExpectRequest
+	24, // 21: gpuctl.v1.AgentService.OpenBulk:input_type -> gpuctl.v1.OpenBulkRequest
+	5,  // 22: gpuctl.v1.AgentService.Reach:input_type -> gpuctl.v1.ReachRequest
+	0,  // 23: gpuctl.v1.AgentService.Borrow:input_type -> gpuctl.v1.BorrowRequest
+	3,  // 24: gpuctl.v1.AgentService.Grant:input_type -> gpuctl.v1.GrantRequest
+	9,  // 25: gpuctl.v1.AgentService.Hello:output_type -> gpuctl.v1.HelloResponse
+	12, // 26: gpuctl.v1.AgentService.WatchDevices:output_type -> gpuctl.v1.WatchDevicesResponse
+	14, // 27: gpuctl.v1.AgentService.Release:output_type -> gpuctl.v1.ReleaseResponse
+	16, // 28: gpuctl.v1.AgentService.TakeUp:output_type -> gpuctl.v1.TakeUpResponse
+	18, // 29: gpuctl.v1.AgentService.AwaitDevice:output_type -> gpuctl.v1.AwaitDeviceResponse
+	21, // 30: gpuctl.v1.AgentService.Serves:output_type -> gpuctl.v1.ServesResponse
+	23, // 31: gpuctl.v1.AgentService.Expect:output_type -> gpuctl.v1.ExpectResponse
+	25, // 32: gpuctl.v1.AgentService.OpenBulk:output_type -> gpuctl.v1.OpenBulkResponse
+	6,  // 33: gpuctl.v1.AgentService.Reach:output_type -> gpuctl.v1.ReachResponse
+	1,  // 34: gpuctl.v1.AgentService.Borrow:output_type -> gpuctl.v1.BorrowResponse
+	4,  // 35: gpuctl.v1.AgentService.Grant:output_type -> gpuctl.v1.GrantResponse
+	25, // [25:36] is the sub-list for method output_type
+	14, // [14:25] is the sub-list for method input_type
+	14, // [14:14] is the sub-list for extension type_name
+	14, // [14:14] is the sub-list for extension extendee
+	0,  // [0:14] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_agent_proto_init() }
@@ -1173,7 +1666,7 @@ func file_gpuctl_v1_agent_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_agent_proto_rawDesc), len(file_gpuctl_v1_agent_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   18,
+			NumMessages:   26,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

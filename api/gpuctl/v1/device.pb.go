@@ -832,8 +832,10 @@ type Machine struct {
 	Memory        uint64                 `protobuf:"varint,6,opt,name=memory,proto3" json:"memory,omitempty"` // bytes
 	Cpus          uint32                 `protobuf:"varint,7,opt,name=cpus,proto3" json:"cpus,omitempty"`
 	Persistent    bool                   `protobuf:"varint,8,opt,name=persistent,proto3" json:"persistent,omitempty"`
-	Gpus          []string               `protobuf:"bytes,9,rep,name=gpus,proto3" json:"gpus,omitempty"`    // GPUs of this host that it has
-	Agent         string                 `protobuf:"bytes,10,opt,name=agent,proto3" json:"agent,omitempty"` // state of its gpuguest: how fast it answers, or why it does not
+	Gpus          []string               `protobuf:"bytes,9,rep,name=gpus,proto3" json:"gpus,omitempty"`        // GPUs of this host that it has
+	Agent         string                 `protobuf:"bytes,10,opt,name=agent,proto3" json:"agent,omitempty"`     // state of its gpuguest: how fast it answers, or why it does not
+	Remote        *RemoteGPU             `protobuf:"bytes,11,opt,name=remote,proto3" json:"remote,omitempty"`   // GPU that a host lends to it; unset: none
+	Service       *Service               `protobuf:"bytes,80,opt,name=service,proto3" json:"service,omitempty"` // what it serves others with; unset: it is no service VM
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -938,6 +940,134 @@ func (x *Machine) GetAgent() string {
 	return ""
 }
 
+func (x *Machine) GetRemote() *RemoteGPU {
+	if x != nil {
+		return x.Remote
+	}
+	return nil
+}
+
+func (x *Machine) GetService() *Service {
+	if x != nil {
+		return x.Service
+	}
+	return nil
+}
+
+// Service is what a service VM is to others.
+type Service struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Gpus          []string               `protobuf:"bytes,1,rep,name=gpus,proto3" json:"gpus,omitempty"`       // ids of its GPUs in the inventory
+	Message       string                 `protobuf:"bytes,2,opt,name=message,proto3" json:"message,omitempty"` // why they are given to nobody now; empty: they are
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Service) Reset() {
+	*x = Service{}
+	mi := &file_gpuctl_v1_device_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Service) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Service) ProtoMessage() {}
+
+func (x *Service) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_device_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Service.ProtoReflect.Descriptor instead.
+func (*Service) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *Service) GetGpus() []string {
+	if x != nil {
+		return x.Gpus
+	}
+	return nil
+}
+
+func (x *Service) GetMessage() string {
+	if x != nil {
+		return x.Message
+	}
+	return ""
+}
+
+// RemoteGPU is a GPU of a host that is lent to a VM.
+type RemoteGPU struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Gpu           string                 `protobuf:"bytes,1,opt,name=gpu,proto3" json:"gpu,omitempty"` // id
+	Claim         string                 `protobuf:"bytes,2,opt,name=claim,proto3" json:"claim,omitempty"`
+	Memory        uint64                 `protobuf:"varint,3,opt,name=memory,proto3" json:"memory,omitempty"` // bytes; 0: the whole GPU
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RemoteGPU) Reset() {
+	*x = RemoteGPU{}
+	mi := &file_gpuctl_v1_device_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RemoteGPU) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RemoteGPU) ProtoMessage() {}
+
+func (x *RemoteGPU) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_device_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RemoteGPU.ProtoReflect.Descriptor instead.
+func (*RemoteGPU) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *RemoteGPU) GetGpu() string {
+	if x != nil {
+		return x.Gpu
+	}
+	return ""
+}
+
+func (x *RemoteGPU) GetClaim() string {
+	if x != nil {
+		return x.Claim
+	}
+	return ""
+}
+
+func (x *RemoteGPU) GetMemory() uint64 {
+	if x != nil {
+		return x.Memory
+	}
+	return 0
+}
+
 type ListMachinesRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"` // empty: this one; *: all of the cluster
@@ -947,7 +1077,7 @@ type ListMachinesRequest struct {
 
 func (x *ListMachinesRequest) Reset() {
 	*x = ListMachinesRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -959,7 +1089,7 @@ func (x *ListMachinesRequest) String() string {
 func (*ListMachinesRequest) ProtoMessage() {}
 
 func (x *ListMachinesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -972,7 +1102,7 @@ func (x *ListMachinesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListMachinesRequest.ProtoReflect.Descriptor instead.
 func (*ListMachinesRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{8}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ListMachinesRequest) GetHost() string {
@@ -992,7 +1122,7 @@ type ListMachinesResponse struct {
 
 func (x *ListMachinesResponse) Reset() {
 	*x = ListMachinesResponse{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1004,7 +1134,7 @@ func (x *ListMachinesResponse) String() string {
 func (*ListMachinesResponse) ProtoMessage() {}
 
 func (x *ListMachinesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1017,7 +1147,7 @@ func (x *ListMachinesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListMachinesResponse.ProtoReflect.Descriptor instead.
 func (*ListMachinesResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{9}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ListMachinesResponse) GetMachines() []*Machine {
@@ -1044,7 +1174,7 @@ type IsolationRequest struct {
 
 func (x *IsolationRequest) Reset() {
 	*x = IsolationRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1056,7 +1186,7 @@ func (x *IsolationRequest) String() string {
 func (*IsolationRequest) ProtoMessage() {}
 
 func (x *IsolationRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1069,7 +1199,7 @@ func (x *IsolationRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IsolationRequest.ProtoReflect.Descriptor instead.
 func (*IsolationRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{10}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *IsolationRequest) GetGpu() string {
@@ -1100,7 +1230,7 @@ type IsolationResponse struct {
 
 func (x *IsolationResponse) Reset() {
 	*x = IsolationResponse{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1112,7 +1242,7 @@ func (x *IsolationResponse) String() string {
 func (*IsolationResponse) ProtoMessage() {}
 
 func (x *IsolationResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1125,7 +1255,7 @@ func (x *IsolationResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IsolationResponse.ProtoReflect.Descriptor instead.
 func (*IsolationResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{11}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *IsolationResponse) GetGpu() string {
@@ -1182,7 +1312,7 @@ type IsolationFinding struct {
 
 func (x *IsolationFinding) Reset() {
 	*x = IsolationFinding{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1194,7 +1324,7 @@ func (x *IsolationFinding) String() string {
 func (*IsolationFinding) ProtoMessage() {}
 
 func (x *IsolationFinding) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1207,7 +1337,7 @@ func (x *IsolationFinding) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IsolationFinding.ProtoReflect.Descriptor instead.
 func (*IsolationFinding) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{12}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *IsolationFinding) GetCode() string {
@@ -1258,7 +1388,7 @@ type AttachRequest struct {
 
 func (x *AttachRequest) Reset() {
 	*x = AttachRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1270,7 +1400,7 @@ func (x *AttachRequest) String() string {
 func (*AttachRequest) ProtoMessage() {}
 
 func (x *AttachRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1283,7 +1413,7 @@ func (x *AttachRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AttachRequest.ProtoReflect.Descriptor instead.
 func (*AttachRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{13}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *AttachRequest) GetHost() string {
@@ -1384,7 +1514,7 @@ type DetachRequest struct {
 
 func (x *DetachRequest) Reset() {
 	*x = DetachRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1396,7 +1526,7 @@ func (x *DetachRequest) String() string {
 func (*DetachRequest) ProtoMessage() {}
 
 func (x *DetachRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1409,7 +1539,7 @@ func (x *DetachRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetachRequest.ProtoReflect.Descriptor instead.
 func (*DetachRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{14}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *DetachRequest) GetHost() string {
@@ -1454,6 +1584,326 @@ func (x *DetachRequest) GetPlan() bool {
 	return false
 }
 
+type AttachRemoteRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"` // of the VM
+	Machine       string                 `protobuf:"bytes,2,opt,name=machine,proto3" json:"machine,omitempty"`
+	Gpu           string                 `protobuf:"bytes,3,opt,name=gpu,proto3" json:"gpu,omitempty"`                               // id (HOST/NAME); empty: chosen by the other fields among those of all hosts
+	Expr          string                 `protobuf:"bytes,4,opt,name=expr,proto3" json:"expr,omitempty"`                             // CEL over the fields of a GPU
+	MinMemory     uint64                 `protobuf:"varint,5,opt,name=min_memory,json=minMemory,proto3" json:"min_memory,omitempty"` // bytes that its sessions may have there together; 0: the GPU is lent whole
+	Persistent    bool                   `protobuf:"varint,6,opt,name=persistent,proto3" json:"persistent,omitempty"`                // also after the VM was stopped
+	Plan          bool                   `protobuf:"varint,7,opt,name=plan,proto3" json:"plan,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AttachRemoteRequest) Reset() {
+	*x = AttachRemoteRequest{}
+	mi := &file_gpuctl_v1_device_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AttachRemoteRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AttachRemoteRequest) ProtoMessage() {}
+
+func (x *AttachRemoteRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_device_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AttachRemoteRequest.ProtoReflect.Descriptor instead.
+func (*AttachRemoteRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *AttachRemoteRequest) GetHost() string {
+	if x != nil {
+		return x.Host
+	}
+	return ""
+}
+
+func (x *AttachRemoteRequest) GetMachine() string {
+	if x != nil {
+		return x.Machine
+	}
+	return ""
+}
+
+func (x *AttachRemoteRequest) GetGpu() string {
+	if x != nil {
+		return x.Gpu
+	}
+	return ""
+}
+
+func (x *AttachRemoteRequest) GetExpr() string {
+	if x != nil {
+		return x.Expr
+	}
+	return ""
+}
+
+func (x *AttachRemoteRequest) GetMinMemory() uint64 {
+	if x != nil {
+		return x.MinMemory
+	}
+	return 0
+}
+
+func (x *AttachRemoteRequest) GetPersistent() bool {
+	if x != nil {
+		return x.Persistent
+	}
+	return false
+}
+
+func (x *AttachRemoteRequest) GetPlan() bool {
+	if x != nil {
+		return x.Plan
+	}
+	return false
+}
+
+type DetachRemoteRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"` // of the VM
+	Machine       string                 `protobuf:"bytes,2,opt,name=machine,proto3" json:"machine,omitempty"`
+	Gpu           string                 `protobuf:"bytes,3,opt,name=gpu,proto3" json:"gpu,omitempty"`                  // empty: the one that it has
+	Unconfirmed   bool                   `protobuf:"varint,4,opt,name=unconfirmed,proto3" json:"unconfirmed,omitempty"` // even if sessions compute there, or the VM does not answer: they are lost
+	Plan          bool                   `protobuf:"varint,5,opt,name=plan,proto3" json:"plan,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DetachRemoteRequest) Reset() {
+	*x = DetachRemoteRequest{}
+	mi := &file_gpuctl_v1_device_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DetachRemoteRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DetachRemoteRequest) ProtoMessage() {}
+
+func (x *DetachRemoteRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_device_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DetachRemoteRequest.ProtoReflect.Descriptor instead.
+func (*DetachRemoteRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *DetachRemoteRequest) GetHost() string {
+	if x != nil {
+		return x.Host
+	}
+	return ""
+}
+
+func (x *DetachRemoteRequest) GetMachine() string {
+	if x != nil {
+		return x.Machine
+	}
+	return ""
+}
+
+func (x *DetachRemoteRequest) GetGpu() string {
+	if x != nil {
+		return x.Gpu
+	}
+	return ""
+}
+
+func (x *DetachRemoteRequest) GetUnconfirmed() bool {
+	if x != nil {
+		return x.Unconfirmed
+	}
+	return false
+}
+
+func (x *DetachRemoteRequest) GetPlan() bool {
+	if x != nil {
+		return x.Plan
+	}
+	return false
+}
+
+type ServeRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"` // of the VM
+	Machine       string                 `protobuf:"bytes,2,opt,name=machine,proto3" json:"machine,omitempty"`
+	Gpu           string                 `protobuf:"bytes,3,opt,name=gpu,proto3" json:"gpu,omitempty"`                                  // card that the VM gets first; empty: those that it has
+	Persistent    bool                   `protobuf:"varint,4,opt,name=persistent,proto3" json:"persistent,omitempty"`                   // the card also in the stored definition
+	AcceptCare    bool                   `protobuf:"varint,5,opt,name=accept_care,json=acceptCare,proto3" json:"accept_care,omitempty"` // of the card, as in AttachRequest
+	Plan          bool                   `protobuf:"varint,6,opt,name=plan,proto3" json:"plan,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ServeRequest) Reset() {
+	*x = ServeRequest{}
+	mi := &file_gpuctl_v1_device_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ServeRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ServeRequest) ProtoMessage() {}
+
+func (x *ServeRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_device_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ServeRequest.ProtoReflect.Descriptor instead.
+func (*ServeRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *ServeRequest) GetHost() string {
+	if x != nil {
+		return x.Host
+	}
+	return ""
+}
+
+func (x *ServeRequest) GetMachine() string {
+	if x != nil {
+		return x.Machine
+	}
+	return ""
+}
+
+func (x *ServeRequest) GetGpu() string {
+	if x != nil {
+		return x.Gpu
+	}
+	return ""
+}
+
+func (x *ServeRequest) GetPersistent() bool {
+	if x != nil {
+		return x.Persistent
+	}
+	return false
+}
+
+func (x *ServeRequest) GetAcceptCare() bool {
+	if x != nil {
+		return x.AcceptCare
+	}
+	return false
+}
+
+func (x *ServeRequest) GetPlan() bool {
+	if x != nil {
+		return x.Plan
+	}
+	return false
+}
+
+type EndServeRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"` // of the VM
+	Machine       string                 `protobuf:"bytes,2,opt,name=machine,proto3" json:"machine,omitempty"`
+	Unconfirmed   bool                   `protobuf:"varint,3,opt,name=unconfirmed,proto3" json:"unconfirmed,omitempty"` // even if claims have parts of its GPUs: what computes there is lost
+	Plan          bool                   `protobuf:"varint,4,opt,name=plan,proto3" json:"plan,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EndServeRequest) Reset() {
+	*x = EndServeRequest{}
+	mi := &file_gpuctl_v1_device_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EndServeRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EndServeRequest) ProtoMessage() {}
+
+func (x *EndServeRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_device_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EndServeRequest.ProtoReflect.Descriptor instead.
+func (*EndServeRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *EndServeRequest) GetHost() string {
+	if x != nil {
+		return x.Host
+	}
+	return ""
+}
+
+func (x *EndServeRequest) GetMachine() string {
+	if x != nil {
+		return x.Machine
+	}
+	return ""
+}
+
+func (x *EndServeRequest) GetUnconfirmed() bool {
+	if x != nil {
+		return x.Unconfirmed
+	}
+	return false
+}
+
+func (x *EndServeRequest) GetPlan() bool {
+	if x != nil {
+		return x.Plan
+	}
+	return false
+}
+
 type ResetRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
@@ -1465,7 +1915,7 @@ type ResetRequest struct {
 
 func (x *ResetRequest) Reset() {
 	*x = ResetRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1477,7 +1927,7 @@ func (x *ResetRequest) String() string {
 func (*ResetRequest) ProtoMessage() {}
 
 func (x *ResetRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1490,7 +1940,7 @@ func (x *ResetRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetRequest.ProtoReflect.Descriptor instead.
 func (*ResetRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{15}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ResetRequest) GetHost() string {
@@ -1526,7 +1976,7 @@ type ResizeRequest struct {
 
 func (x *ResizeRequest) Reset() {
 	*x = ResizeRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1538,7 +1988,7 @@ func (x *ResizeRequest) String() string {
 func (*ResizeRequest) ProtoMessage() {}
 
 func (x *ResizeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1551,7 +2001,7 @@ func (x *ResizeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResizeRequest.ProtoReflect.Descriptor instead.
 func (*ResizeRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{16}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *ResizeRequest) GetHost() string {
@@ -1603,7 +2053,7 @@ type DeviceUpdate struct {
 
 func (x *DeviceUpdate) Reset() {
 	*x = DeviceUpdate{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1615,7 +2065,7 @@ func (x *DeviceUpdate) String() string {
 func (*DeviceUpdate) ProtoMessage() {}
 
 func (x *DeviceUpdate) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1628,7 +2078,7 @@ func (x *DeviceUpdate) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeviceUpdate.ProtoReflect.Descriptor instead.
 func (*DeviceUpdate) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{17}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *DeviceUpdate) GetGpu() string {
@@ -1719,7 +2169,7 @@ type PlannedStep struct {
 
 func (x *PlannedStep) Reset() {
 	*x = PlannedStep{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1731,7 +2181,7 @@ func (x *PlannedStep) String() string {
 func (*PlannedStep) ProtoMessage() {}
 
 func (x *PlannedStep) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1744,7 +2194,7 @@ func (x *PlannedStep) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlannedStep.ProtoReflect.Descriptor instead.
 func (*PlannedStep) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{18}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *PlannedStep) GetName() string {
@@ -1792,7 +2242,7 @@ type NIC struct {
 
 func (x *NIC) Reset() {
 	*x = NIC{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1804,7 +2254,7 @@ func (x *NIC) String() string {
 func (*NIC) ProtoMessage() {}
 
 func (x *NIC) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1817,7 +2267,7 @@ func (x *NIC) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NIC.ProtoReflect.Descriptor instead.
 func (*NIC) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{19}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *NIC) GetName() string {
@@ -1942,7 +2392,7 @@ type NetworkFunction struct {
 
 func (x *NetworkFunction) Reset() {
 	*x = NetworkFunction{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[20]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1954,7 +2404,7 @@ func (x *NetworkFunction) String() string {
 func (*NetworkFunction) ProtoMessage() {}
 
 func (x *NetworkFunction) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[20]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1967,7 +2417,7 @@ func (x *NetworkFunction) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NetworkFunction.ProtoReflect.Descriptor instead.
 func (*NetworkFunction) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{20}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *NetworkFunction) GetIndex() uint32 {
@@ -2084,7 +2534,7 @@ type ListNICsRequest struct {
 
 func (x *ListNICsRequest) Reset() {
 	*x = ListNICsRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[21]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2096,7 +2546,7 @@ func (x *ListNICsRequest) String() string {
 func (*ListNICsRequest) ProtoMessage() {}
 
 func (x *ListNICsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[21]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2109,7 +2559,7 @@ func (x *ListNICsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListNICsRequest.ProtoReflect.Descriptor instead.
 func (*ListNICsRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{21}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ListNICsRequest) GetHost() string {
@@ -2129,7 +2579,7 @@ type ListNICsResponse struct {
 
 func (x *ListNICsResponse) Reset() {
 	*x = ListNICsResponse{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[22]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2141,7 +2591,7 @@ func (x *ListNICsResponse) String() string {
 func (*ListNICsResponse) ProtoMessage() {}
 
 func (x *ListNICsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[22]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2154,7 +2604,7 @@ func (x *ListNICsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListNICsResponse.ProtoReflect.Descriptor instead.
 func (*ListNICsResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{22}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ListNICsResponse) GetHost() string {
@@ -2183,7 +2633,7 @@ type ResizeNICRequest struct {
 
 func (x *ResizeNICRequest) Reset() {
 	*x = ResizeNICRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[23]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2195,7 +2645,7 @@ func (x *ResizeNICRequest) String() string {
 func (*ResizeNICRequest) ProtoMessage() {}
 
 func (x *ResizeNICRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[23]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2208,7 +2658,7 @@ func (x *ResizeNICRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResizeNICRequest.ProtoReflect.Descriptor instead.
 func (*ResizeNICRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{23}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *ResizeNICRequest) GetHost() string {
@@ -2260,7 +2710,7 @@ type SetVFRequest struct {
 
 func (x *SetVFRequest) Reset() {
 	*x = SetVFRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[24]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2272,7 +2722,7 @@ func (x *SetVFRequest) String() string {
 func (*SetVFRequest) ProtoMessage() {}
 
 func (x *SetVFRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[24]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2285,7 +2735,7 @@ func (x *SetVFRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetVFRequest.ProtoReflect.Descriptor instead.
 func (*SetVFRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{24}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *SetVFRequest) GetHost() string {
@@ -2383,7 +2833,7 @@ type ChangeNICResponse struct {
 
 func (x *ChangeNICResponse) Reset() {
 	*x = ChangeNICResponse{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[25]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2395,7 +2845,7 @@ func (x *ChangeNICResponse) String() string {
 func (*ChangeNICResponse) ProtoMessage() {}
 
 func (x *ChangeNICResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[25]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2408,7 +2858,7 @@ func (x *ChangeNICResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChangeNICResponse.ProtoReflect.Descriptor instead.
 func (*ChangeNICResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{25}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ChangeNICResponse) GetNic() *NIC {
@@ -2509,7 +2959,7 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\x04host\x18\x01 \x01(\tR\x04host\"N\n" +
 	"\x11ListCardsResponse\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12%\n" +
-	"\x05cards\x18\x02 \x03(\v2\x0f.gpuctl.v1.CardR\x05cards\"\xe5\x01\n" +
+	"\x05cards\x18\x02 \x03(\v2\x0f.gpuctl.v1.CardR\x05cards\"\xc1\x02\n" +
 	"\aMachine\x12\x12\n" +
 	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x12\n" +
@@ -2523,7 +2973,16 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"persistent\x12\x12\n" +
 	"\x04gpus\x18\t \x03(\tR\x04gpus\x12\x14\n" +
 	"\x05agent\x18\n" +
-	" \x01(\tR\x05agent\")\n" +
+	" \x01(\tR\x05agent\x12,\n" +
+	"\x06remote\x18\v \x01(\v2\x14.gpuctl.v1.RemoteGPUR\x06remote\x12,\n" +
+	"\aservice\x18P \x01(\v2\x12.gpuctl.v1.ServiceR\aservice\"7\n" +
+	"\aService\x12\x12\n" +
+	"\x04gpus\x18\x01 \x03(\tR\x04gpus\x12\x18\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\"K\n" +
+	"\tRemoteGPU\x12\x10\n" +
+	"\x03gpu\x18\x01 \x01(\tR\x03gpu\x12\x14\n" +
+	"\x05claim\x18\x02 \x01(\tR\x05claim\x12\x16\n" +
+	"\x06memory\x18\x03 \x01(\x04R\x06memory\")\n" +
 	"\x13ListMachinesRequest\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\"`\n" +
 	"\x14ListMachinesResponse\x12.\n" +
@@ -2571,7 +3030,39 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"persistent\x18\x04 \x01(\bR\n" +
 	"persistent\x12 \n" +
 	"\vunconfirmed\x18\x05 \x01(\bR\vunconfirmed\x12\x12\n" +
-	"\x04plan\x18\x06 \x01(\bR\x04plan\"H\n" +
+	"\x04plan\x18\x06 \x01(\bR\x04plan\"\xbc\x01\n" +
+	"\x13AttachRemoteRequest\x12\x12\n" +
+	"\x04host\x18\x01 \x01(\tR\x04host\x12\x18\n" +
+	"\amachine\x18\x02 \x01(\tR\amachine\x12\x10\n" +
+	"\x03gpu\x18\x03 \x01(\tR\x03gpu\x12\x12\n" +
+	"\x04expr\x18\x04 \x01(\tR\x04expr\x12\x1d\n" +
+	"\n" +
+	"min_memory\x18\x05 \x01(\x04R\tminMemory\x12\x1e\n" +
+	"\n" +
+	"persistent\x18\x06 \x01(\bR\n" +
+	"persistent\x12\x12\n" +
+	"\x04plan\x18\a \x01(\bR\x04plan\"\x8b\x01\n" +
+	"\x13DetachRemoteRequest\x12\x12\n" +
+	"\x04host\x18\x01 \x01(\tR\x04host\x12\x18\n" +
+	"\amachine\x18\x02 \x01(\tR\amachine\x12\x10\n" +
+	"\x03gpu\x18\x03 \x01(\tR\x03gpu\x12 \n" +
+	"\vunconfirmed\x18\x04 \x01(\bR\vunconfirmed\x12\x12\n" +
+	"\x04plan\x18\x05 \x01(\bR\x04plan\"\xa3\x01\n" +
+	"\fServeRequest\x12\x12\n" +
+	"\x04host\x18\x01 \x01(\tR\x04host\x12\x18\n" +
+	"\amachine\x18\x02 \x01(\tR\amachine\x12\x10\n" +
+	"\x03gpu\x18\x03 \x01(\tR\x03gpu\x12\x1e\n" +
+	"\n" +
+	"persistent\x18\x04 \x01(\bR\n" +
+	"persistent\x12\x1f\n" +
+	"\vaccept_care\x18\x05 \x01(\bR\n" +
+	"acceptCare\x12\x12\n" +
+	"\x04plan\x18\x06 \x01(\bR\x04plan\"u\n" +
+	"\x0fEndServeRequest\x12\x12\n" +
+	"\x04host\x18\x01 \x01(\tR\x04host\x12\x18\n" +
+	"\amachine\x18\x02 \x01(\tR\amachine\x12 \n" +
+	"\vunconfirmed\x18\x03 \x01(\bR\vunconfirmed\x12\x12\n" +
+	"\x04plan\x18\x04 \x01(\bR\x04plan\"H\n" +
 	"\fResetRequest\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12\x10\n" +
 	"\x03gpu\x18\x02 \x01(\tR\x03gpu\x12\x12\n" +
@@ -2685,14 +3176,18 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\x12CARD_PHASE_CUTTING\x10\v\x12\x17\n" +
 	"\x13CARD_PHASE_RESERVED\x10\n" +
 	"\x12\x1a\n" +
-	"\x16CARD_PHASE_QUARANTINED\x10\t2\xb7\x05\n" +
+	"\x16CARD_PHASE_QUARANTINED\x10\t2\xcd\a\n" +
 	"\rDeviceService\x12F\n" +
 	"\tListCards\x12\x1b.gpuctl.v1.ListCardsRequest\x1a\x1c.gpuctl.v1.ListCardsResponse\x12O\n" +
 	"\fListMachines\x12\x1e.gpuctl.v1.ListMachinesRequest\x1a\x1f.gpuctl.v1.ListMachinesResponse\x12F\n" +
 	"\tIsolation\x12\x1b.gpuctl.v1.IsolationRequest\x1a\x1c.gpuctl.v1.IsolationResponse\x12=\n" +
 	"\x06Attach\x12\x18.gpuctl.v1.AttachRequest\x1a\x17.gpuctl.v1.DeviceUpdate0\x01\x12=\n" +
 	"\x06Detach\x12\x18.gpuctl.v1.DetachRequest\x1a\x17.gpuctl.v1.DeviceUpdate0\x01\x12;\n" +
-	"\x05Reset\x12\x17.gpuctl.v1.ResetRequest\x1a\x17.gpuctl.v1.DeviceUpdate0\x01\x12=\n" +
+	"\x05Reset\x12\x17.gpuctl.v1.ResetRequest\x1a\x17.gpuctl.v1.DeviceUpdate0\x01\x12I\n" +
+	"\fAttachRemote\x12\x1e.gpuctl.v1.AttachRemoteRequest\x1a\x17.gpuctl.v1.DeviceUpdate0\x01\x12I\n" +
+	"\fDetachRemote\x12\x1e.gpuctl.v1.DetachRemoteRequest\x1a\x17.gpuctl.v1.DeviceUpdate0\x01\x12;\n" +
+	"\x05Serve\x12\x17.gpuctl.v1.ServeRequest\x1a\x17.gpuctl.v1.DeviceUpdate0\x01\x12A\n" +
+	"\bEndServe\x12\x1a.gpuctl.v1.EndServeRequest\x1a\x17.gpuctl.v1.DeviceUpdate0\x01\x12=\n" +
 	"\x06Resize\x12\x18.gpuctl.v1.ResizeRequest\x1a\x17.gpuctl.v1.DeviceUpdate0\x01\x12C\n" +
 	"\bListNICs\x12\x1a.gpuctl.v1.ListNICsRequest\x1a\x1b.gpuctl.v1.ListNICsResponse\x12F\n" +
 	"\tResizeNIC\x12\x1b.gpuctl.v1.ResizeNICRequest\x1a\x1c.gpuctl.v1.ChangeNICResponse\x12>\n" +
@@ -2711,7 +3206,7 @@ func file_gpuctl_v1_device_proto_rawDescGZIP() []byte {
 }
 
 var file_gpuctl_v1_device_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_gpuctl_v1_device_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
+var file_gpuctl_v1_device_proto_msgTypes = make([]protoimpl.MessageInfo, 32)
 var file_gpuctl_v1_device_proto_goTypes = []any{
 	(CardPhase)(0),               // 0: gpuctl.v1.CardPhase
 	(*Function)(nil),             // 1: gpuctl.v1.Function
@@ -2722,25 +3217,31 @@ var file_gpuctl_v1_device_proto_goTypes = []any{
 	(*ListCardsRequest)(nil),     // 6: gpuctl.v1.ListCardsRequest
 	(*ListCardsResponse)(nil),    // 7: gpuctl.v1.ListCardsResponse
 	(*Machine)(nil),              // 8: gpuctl.v1.Machine
-	(*ListMachinesRequest)(nil),  // 9: gpuctl.v1.ListMachinesRequest
-	(*ListMachinesResponse)(nil), // 10: gpuctl.v1.ListMachinesResponse
-	(*IsolationRequest)(nil),     // 11: gpuctl.v1.IsolationRequest
-	(*IsolationResponse)(nil),    // 12: gpuctl.v1.IsolationResponse
-	(*IsolationFinding)(nil),     // 13: gpuctl.v1.IsolationFinding
-	(*AttachRequest)(nil),        // 14: gpuctl.v1.AttachRequest
-	(*DetachRequest)(nil),        // 15: gpuctl.v1.DetachRequest
-	(*ResetRequest)(nil),         // 16: gpuctl.v1.ResetRequest
-	(*ResizeRequest)(nil),        // 17: gpuctl.v1.ResizeRequest
-	(*DeviceUpdate)(nil),         // 18: gpuctl.v1.DeviceUpdate
-	(*PlannedStep)(nil),          // 19: gpuctl.v1.PlannedStep
-	(*NIC)(nil),                  // 20: gpuctl.v1.NIC
-	(*NetworkFunction)(nil),      // 21: gpuctl.v1.NetworkFunction
-	(*ListNICsRequest)(nil),      // 22: gpuctl.v1.ListNICsRequest
-	(*ListNICsResponse)(nil),     // 23: gpuctl.v1.ListNICsResponse
-	(*ResizeNICRequest)(nil),     // 24: gpuctl.v1.ResizeNICRequest
-	(*SetVFRequest)(nil),         // 25: gpuctl.v1.SetVFRequest
-	(*ChangeNICResponse)(nil),    // 26: gpuctl.v1.ChangeNICResponse
-	(*Reason)(nil),               // 27: gpuctl.v1.Reason
+	(*Service)(nil),              // 9: gpuctl.v1.Service
+	(*RemoteGPU)(nil),            // 10: gpuctl.v1.RemoteGPU
+	(*ListMachinesRequest)(nil),  // 11: gpuctl.v1.ListMachinesRequest
+	(*ListMachinesResponse)(nil), // 12: gpuctl.v1.ListMachinesResponse
+	(*IsolationRequest)(nil),     // 13: gpuctl.v1.IsolationRequest
+	(*IsolationResponse)(nil),    // 14: gpuctl.v1.IsolationResponse
+	(*IsolationFinding)(nil),     // 15: gpuctl.v1.IsolationFinding
+	(*AttachRequest)(nil),        // 16: gpuctl.v1.AttachRequest
+	(*DetachRequest)(nil),        // 17: gpuctl.v1.DetachRequest
+	(*AttachRemoteRequest)(nil),  // 18: gpuctl.v1.AttachRemoteRequest
+	(*DetachRemoteRequest)(nil),  // 19: gpuctl.v1.DetachRemoteRequest
+	(*ServeRequest)(nil),         // 20: gpuctl.v1.ServeRequest
+	(*EndServeRequest)(nil),      // 21: gpuctl.v1.EndServeRequest
+	(*ResetRequest)(nil),         // 22: gpuctl.v1.ResetRequest
+	(*ResizeRequest)(nil),        // 23: gpuctl.v1.ResizeRequest
+	(*DeviceUpdate)(nil),         // 24: gpuctl.v1.DeviceUpdate
+	(*PlannedStep)(nil),          // 25: gpuctl.v1.PlannedStep
+	(*NIC)(nil),                  // 26: gpuctl.v1.NIC
+	(*NetworkFunction)(nil),      // 27: gpuctl.v1.NetworkFunction
+	(*ListNICsRequest)(nil),      // 28: gpuctl.v1.ListNICsRequest
+	(*ListNICsResponse)(nil),     // 29: gpuctl.v1.ListNICsResponse
+	(*ResizeNICRequest)(nil),     // 30: gpuctl.v1.ResizeNICRequest
+	(*SetVFRequest)(nil),         // 31: gpuctl.v1.SetVFRequest
+	(*ChangeNICResponse)(nil),    // 32: gpuctl.v1.ChangeNICResponse
+	(*Reason)(nil),               // 33: gpuctl.v1.Reason
 }
 var file_gpuctl_v1_device_proto_depIdxs = []int32{
 	1,  // 0: gpuctl.v1.Card.functions:type_name -> gpuctl.v1.Function
@@ -2750,41 +3251,51 @@ var file_gpuctl_v1_device_proto_depIdxs = []int32{
 	0,  // 4: gpuctl.v1.Slice.phase:type_name -> gpuctl.v1.CardPhase
 	5,  // 5: gpuctl.v1.Slice.counts:type_name -> gpuctl.v1.SliceCount
 	2,  // 6: gpuctl.v1.ListCardsResponse.cards:type_name -> gpuctl.v1.Card
-	8,  // 7: gpuctl.v1.ListMachinesResponse.machines:type_name -> gpuctl.v1.Machine
-	13, // 8: gpuctl.v1.IsolationResponse.findings:type_name -> gpuctl.v1.IsolationFinding
-	2,  // 9: gpuctl.v1.DeviceUpdate.card:type_name -> gpuctl.v1.Card
-	19, // 10: gpuctl.v1.DeviceUpdate.plan:type_name -> gpuctl.v1.PlannedStep
-	27, // 11: gpuctl.v1.DeviceUpdate.reasons:type_name -> gpuctl.v1.Reason
-	21, // 12: gpuctl.v1.NIC.functions:type_name -> gpuctl.v1.NetworkFunction
-	20, // 13: gpuctl.v1.ListNICsResponse.nics:type_name -> gpuctl.v1.NIC
-	20, // 14: gpuctl.v1.ChangeNICResponse.nic:type_name -> gpuctl.v1.NIC
-	19, // 15: gpuctl.v1.ChangeNICResponse.plan:type_name -> gpuctl.v1.PlannedStep
-	27, // 16: gpuctl.v1.ChangeNICResponse.reasons:type_name -> gpuctl.v1.Reason
-	6,  // 17: gpuctl.v1.DeviceService.ListCards:input_type -> gpuctl.v1.ListCardsRequest
-	9,  // 18: gpuctl.v1.DeviceService.ListMachines:input_type -> gpuctl.v1.ListMachinesRequest
-	11, // 19: gpuctl.v1.DeviceService.Isolation:input_type -> gpuctl.v1.IsolationRequest
-	14, // 20: gpuctl.v1.DeviceService.Attach:input_type -> gpuctl.v1.AttachRequest
-	15, // 21: gpuctl.v1.DeviceService.Detach:input_type -> gpuctl.v1.DetachRequest
-	16, // 22: gpuctl.v1.DeviceService.Reset:input_type -> gpuctl.v1.ResetRequest
-	17, // 23: gpuctl.v1.DeviceService.Resize:input_type -> gpuctl.v1.ResizeRequest
-	22, // 24: gpuctl.v1.DeviceService.ListNICs:input_type -> gpuctl.v1.ListNICsRequest
-	24, // 25: gpuctl.v1.DeviceService.ResizeNIC:input_type -> gpuctl.v1.ResizeNICRequest
-	25, // 26: gpuctl.v1.DeviceService.SetVF:input_type -> gpuctl.v1.SetVFRequest
-	7,  // 27: gpuctl.v1.DeviceService.ListCards:output_type -> gpuctl.v1.ListCardsResponse
-	10, // 28: gpuctl.v1.DeviceService.ListMachines:output_type -> gpuctl.v1.ListMachinesResponse
-	12, // 29: gpuctl.v1.DeviceService.Isolation:output_type -> gpuctl.v1.IsolationResponse
-	18, // 30: gpuctl.v1.DeviceService.Attach:output_type -> gpuctl.v1.DeviceUpdate
-	18, // 31: gpuctl.v1.DeviceService.Detach:output_type -> gpuctl.v1.DeviceUpdate
-	18, // 32: gpuctl.v1.DeviceService.Reset:output_type -> gpuctl.v1.DeviceUpdate
-	18, // 33: gpuctl.v1.DeviceService.Resize:output_type -> gpuctl.v1.DeviceUpdate
-	23, // 34: gpuctl.v1.DeviceService.ListNICs:output_type -> gpuctl.v1.ListNICsResponse
-	26, // 35: gpuctl.v1.DeviceService.ResizeNIC:output_type -> gpuctl.v1.ChangeNICResponse
-	26, // 36: gpuctl.v1.DeviceService.SetVF:output_type -> gpuctl.v1.ChangeNICResponse
-	27, // [27:37] is the sub-list for method output_type
-	17, // [17:27] is the sub-list for method input_type
-	17, // [17:17] is the sub-list for extension type_name
-	17, // [17:17] is the sub-list for extension extendee
-	0,  // [0:17] is the sub-list for field type_name
+	10, // 7: gpuctl.v1.Machine.remote:type_name -> gpuctl.v1.RemoteGPU
+	9,  // 8: gpuctl.v1.Machine.service:type_name -> gpuctl.v1.Service
+	8,  // 9: gpuctl.v1.ListMachinesResponse.machines:type_name -> gpuctl.v1.Machine
+	15, // 10: gpuctl.v1.IsolationResponse.findings:type_name -> gpuctl.v1.IsolationFinding
+	2,  // 11: gpuctl.v1.DeviceUpdate.card:type_name -> gpuctl.v1.Card
+	25, // 12: gpuctl.v1.DeviceUpdate.plan:type_name -> gpuctl.v1.PlannedStep
+	33, // 13: gpuctl.v1.DeviceUpdate.reasons:type_name -> gpuctl.v1.Reason
+	27, // 14: gpuctl.v1.NIC.functions:type_name -> gpuctl.v1.NetworkFunction
+	26, // 15: gpuctl.v1.ListNICsResponse.nics:type_name -> gpuctl.v1.NIC
+	26, // 16: gpuctl.v1.ChangeNICResponse.nic:type_name -> gpuctl.v1.NIC
+	25, // 17: gpuctl.v1.ChangeNICResponse.plan:type_name -> gpuctl.v1.PlannedStep
+	33, // 18: gpuctl.v1.ChangeNICResponse.reasons:type_name -> gpuctl.v1.Reason
+	6,  // 19: gpuctl.v1.DeviceService.ListCards:input_type -> gpuctl.v1.ListCardsRequest
+	11, // 20: gpuctl.v1.DeviceService.ListMachines:input_type -> gpuctl.v1.ListMachinesRequest
+	13, // 21: gpuctl.v1.DeviceService.Isolation:input_type -> gpuctl.v1.IsolationRequest
+	16, // 22: gpuctl.v1.DeviceService.Attach:input_type -> gpuctl.v1.AttachRequest
+	17, // 23: gpuctl.v1.DeviceService.Detach:input_type -> gpuctl.v1.DetachRequest
+	22, // 24: gpuctl.v1.DeviceService.Reset:input_type -> gpuctl.v1.ResetRequest
+	18, // 25: gpuctl.v1.DeviceService.AttachRemote:input_type -> gpuctl.v1.AttachRemoteRequest
+	19, // 26: gpuctl.v1.DeviceService.DetachRemote:input_type -> gpuctl.v1.DetachRemoteRequest
+	20, // 27: gpuctl.v1.DeviceService.Serve:input_type -> gpuctl.v1.ServeRequest
+	21, // 28: gpuctl.v1.DeviceService.EndServe:input_type -> gpuctl.v1.EndServeRequest
+	23, // 29: gpuctl.v1.DeviceService.Resize:input_type -> gpuctl.v1.ResizeRequest
+	28, // 30: gpuctl.v1.DeviceService.ListNICs:input_type -> gpuctl.v1.ListNICsRequest
+	30, // 31: gpuctl.v1.DeviceService.ResizeNIC:input_type -> gpuctl.v1.ResizeNICRequest
+	31, // 32: gpuctl.v1.DeviceService.SetVF:input_type -> gpuctl.v1.SetVFRequest
+	7,  // 33: gpuctl.v1.DeviceService.ListCards:output_type -> gpuctl.v1.ListCardsResponse
+	12, // 34: gpuctl.v1.DeviceService.ListMachines:output_type -> gpuctl.v1.ListMachinesResponse
+	14, // 35: gpuctl.v1.DeviceService.Isolation:output_type -> gpuctl.v1.IsolationResponse
+	24, // 36: gpuctl.v1.DeviceService.Attach:output_type -> gpuctl.v1.DeviceUpdate
+	24, // 37: gpuctl.v1.DeviceService.Detach:output_type -> gpuctl.v1.DeviceUpdate
+	24, // 38: gpuctl.v1.DeviceService.Reset:output_type -> gpuctl.v1.DeviceUpdate
+	24, // 39: gpuctl.v1.DeviceService.AttachRemote:output_type -> gpuctl.v1.DeviceUpdate
+	24, // 40: gpuctl.v1.DeviceService.DetachRemote:output_type -> gpuctl.v1.DeviceUpdate
+	24, // 41: gpuctl.v1.DeviceService.Serve:output_type -> gpuctl.v1.DeviceUpdate
+	24, // 42: gpuctl.v1.DeviceService.EndServe:output_type -> gpuctl.v1.DeviceUpdate
+	24, // 43: gpuctl.v1.DeviceService.Resize:output_type -> gpuctl.v1.DeviceUpdate
+	29, // 44: gpuctl.v1.DeviceService.ListNICs:output_type -> gpuctl.v1.ListNICsResponse
+	32, // 45: gpuctl.v1.DeviceService.ResizeNIC:output_type -> gpuctl.v1.ChangeNICResponse
+	32, // 46: gpuctl.v1.DeviceService.SetVF:output_type -> gpuctl.v1.ChangeNICResponse
+	33, // [33:47] is the sub-list for method output_type
+	19, // [19:33] is the sub-list for method input_type
+	19, // [19:19] is the sub-list for extension type_name
+	19, // [19:19] is the sub-list for extension extendee
+	0,  // [0:19] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_device_proto_init() }
@@ -2793,14 +3304,14 @@ func file_gpuctl_v1_device_proto_init() {
 		return
 	}
 	file_gpuctl_v1_types_proto_init()
-	file_gpuctl_v1_device_proto_msgTypes[24].OneofWrappers = []any{}
+	file_gpuctl_v1_device_proto_msgTypes[30].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_device_proto_rawDesc), len(file_gpuctl_v1_device_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   26,
+			NumMessages:   32,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

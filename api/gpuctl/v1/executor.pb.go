@@ -330,12 +330,17 @@ func (x *PrepareRequest) GetFinal() bool {
 }
 
 type ExportRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Peer          string                 `protobuf:"bytes,1,opt,name=peer,proto3" json:"peer,omitempty"`      // import socket of the target executor, or
-	File          string                 `protobuf:"bytes,2,opt,name=file,proto3" json:"file,omitempty"`      // path of a new file (mode 0600), or
-	Memory        bool                   `protobuf:"varint,3,opt,name=memory,proto3" json:"memory,omitempty"` // the state memfd
-	Final         bool                   `protobuf:"varint,4,opt,name=final,proto3" json:"final,omitempty"`   // the session is frozen: everything that remains, including mapped regions
-	All           bool                   `protobuf:"varint,5,opt,name=all,proto3" json:"all,omitempty"`       // not only what changed
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Peer   string                 `protobuf:"bytes,1,opt,name=peer,proto3" json:"peer,omitempty"`      // import socket of the target executor, or
+	File   string                 `protobuf:"bytes,2,opt,name=file,proto3" json:"file,omitempty"`      // path of a new file (mode 0600), or
+	Memory bool                   `protobuf:"varint,3,opt,name=memory,proto3" json:"memory,omitempty"` // the state memfd
+	Final  bool                   `protobuf:"varint,4,opt,name=final,proto3" json:"final,omitempty"`   // the session is frozen: everything that remains, including mapped regions
+	All    bool                   `protobuf:"varint,5,opt,name=all,proto3" json:"all,omitempty"`       // not only what changed
+	// Name of a fetch, as AllowFetch returns it: contents go straight to the far executor
+	// that fetches them, and only what the application has mapped goes to peer. An executor
+	// that is no carrier sends everything to peer.
+	Fetch         string `protobuf:"bytes,80,opt,name=fetch,proto3" json:"fetch,omitempty"`
+	Mapped        bool   `protobuf:"varint,81,opt,name=mapped,proto3" json:"mapped,omitempty"` // of a frozen session, by its carrier: only what the application has mapped
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -405,6 +410,92 @@ func (x *ExportRequest) GetAll() bool {
 	return false
 }
 
+func (x *ExportRequest) GetFetch() string {
+	if x != nil {
+		return x.Fetch
+	}
+	return ""
+}
+
+func (x *ExportRequest) GetMapped() bool {
+	if x != nil {
+		return x.Mapped
+	}
+	return false
+}
+
+type EndFetchRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EndFetchRequest) Reset() {
+	*x = EndFetchRequest{}
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EndFetchRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EndFetchRequest) ProtoMessage() {}
+
+func (x *EndFetchRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EndFetchRequest.ProtoReflect.Descriptor instead.
+func (*EndFetchRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{6}
+}
+
+type EndFetchResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EndFetchResponse) Reset() {
+	*x = EndFetchResponse{}
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EndFetchResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EndFetchResponse) ProtoMessage() {}
+
+func (x *EndFetchResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EndFetchResponse.ProtoReflect.Descriptor instead.
+func (*EndFetchResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{7}
+}
+
 type DiscardRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -413,7 +504,7 @@ type DiscardRequest struct {
 
 func (x *DiscardRequest) Reset() {
 	*x = DiscardRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -425,7 +516,7 @@ func (x *DiscardRequest) String() string {
 func (*DiscardRequest) ProtoMessage() {}
 
 func (x *DiscardRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -438,7 +529,7 @@ func (x *DiscardRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DiscardRequest.ProtoReflect.Descriptor instead.
 func (*DiscardRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{6}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{8}
 }
 
 type DiscardResponse struct {
@@ -449,7 +540,7 @@ type DiscardResponse struct {
 
 func (x *DiscardResponse) Reset() {
 	*x = DiscardResponse{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -461,7 +552,7 @@ func (x *DiscardResponse) String() string {
 func (*DiscardResponse) ProtoMessage() {}
 
 func (x *DiscardResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -474,7 +565,7 @@ func (x *DiscardResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DiscardResponse.ProtoReflect.Descriptor instead.
 func (*DiscardResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{7}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{9}
 }
 
 type FreezeRequest struct {
@@ -486,7 +577,7 @@ type FreezeRequest struct {
 
 func (x *FreezeRequest) Reset() {
 	*x = FreezeRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -498,7 +589,7 @@ func (x *FreezeRequest) String() string {
 func (*FreezeRequest) ProtoMessage() {}
 
 func (x *FreezeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -511,7 +602,7 @@ func (x *FreezeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FreezeRequest.ProtoReflect.Descriptor instead.
 func (*FreezeRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{8}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *FreezeRequest) GetTimeoutMs() int64 {
@@ -530,7 +621,7 @@ type ThawRequest struct {
 
 func (x *ThawRequest) Reset() {
 	*x = ThawRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -542,7 +633,7 @@ func (x *ThawRequest) String() string {
 func (*ThawRequest) ProtoMessage() {}
 
 func (x *ThawRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -555,7 +646,7 @@ func (x *ThawRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ThawRequest.ProtoReflect.Descriptor instead.
 func (*ThawRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{9}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ThawRequest) GetFreeze() uint64 {
@@ -573,7 +664,7 @@ type ThawResponse struct {
 
 func (x *ThawResponse) Reset() {
 	*x = ThawResponse{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -585,7 +676,7 @@ func (x *ThawResponse) String() string {
 func (*ThawResponse) ProtoMessage() {}
 
 func (x *ThawResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -598,7 +689,7 @@ func (x *ThawResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ThawResponse.ProtoReflect.Descriptor instead.
 func (*ThawResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{10}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{12}
 }
 
 type LoadRequest struct {
@@ -611,7 +702,7 @@ type LoadRequest struct {
 
 func (x *LoadRequest) Reset() {
 	*x = LoadRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -623,7 +714,7 @@ func (x *LoadRequest) String() string {
 func (*LoadRequest) ProtoMessage() {}
 
 func (x *LoadRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -636,7 +727,7 @@ func (x *LoadRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadRequest.ProtoReflect.Descriptor instead.
 func (*LoadRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{11}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *LoadRequest) GetFile() string {
@@ -661,7 +752,7 @@ type SendRequest struct {
 
 func (x *SendRequest) Reset() {
 	*x = SendRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -673,7 +764,7 @@ func (x *SendRequest) String() string {
 func (*SendRequest) ProtoMessage() {}
 
 func (x *SendRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -686,7 +777,7 @@ func (x *SendRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SendRequest.ProtoReflect.Descriptor instead.
 func (*SendRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{12}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{14}
 }
 
 type ReceiveResponse struct {
@@ -698,7 +789,7 @@ type ReceiveResponse struct {
 
 func (x *ReceiveResponse) Reset() {
 	*x = ReceiveResponse{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -710,7 +801,7 @@ func (x *ReceiveResponse) String() string {
 func (*ReceiveResponse) ProtoMessage() {}
 
 func (x *ReceiveResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -723,7 +814,7 @@ func (x *ReceiveResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReceiveResponse.ProtoReflect.Descriptor instead.
 func (*ReceiveResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{13}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *ReceiveResponse) GetBytes() uint64 {
@@ -741,7 +832,7 @@ type ActivateRequest struct {
 
 func (x *ActivateRequest) Reset() {
 	*x = ActivateRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -753,7 +844,7 @@ func (x *ActivateRequest) String() string {
 func (*ActivateRequest) ProtoMessage() {}
 
 func (x *ActivateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -766,7 +857,7 @@ func (x *ActivateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ActivateRequest.ProtoReflect.Descriptor instead.
 func (*ActivateRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{14}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{16}
 }
 
 type ActivateResponse struct {
@@ -777,7 +868,7 @@ type ActivateResponse struct {
 
 func (x *ActivateResponse) Reset() {
 	*x = ActivateResponse{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -789,7 +880,7 @@ func (x *ActivateResponse) String() string {
 func (*ActivateResponse) ProtoMessage() {}
 
 func (x *ActivateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -802,7 +893,7 @@ func (x *ActivateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ActivateResponse.ProtoReflect.Descriptor instead.
 func (*ActivateResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{15}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{17}
 }
 
 type RetireRequest struct {
@@ -813,7 +904,7 @@ type RetireRequest struct {
 
 func (x *RetireRequest) Reset() {
 	*x = RetireRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -825,7 +916,7 @@ func (x *RetireRequest) String() string {
 func (*RetireRequest) ProtoMessage() {}
 
 func (x *RetireRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -838,7 +929,7 @@ func (x *RetireRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RetireRequest.ProtoReflect.Descriptor instead.
 func (*RetireRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{16}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{18}
 }
 
 type RetireResponse struct {
@@ -849,7 +940,7 @@ type RetireResponse struct {
 
 func (x *RetireResponse) Reset() {
 	*x = RetireResponse{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -861,7 +952,7 @@ func (x *RetireResponse) String() string {
 func (*RetireResponse) ProtoMessage() {}
 
 func (x *RetireResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -874,7 +965,7 @@ func (x *RetireResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RetireResponse.ProtoReflect.Descriptor instead.
 func (*RetireResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{17}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{19}
 }
 
 type PulseRequest struct {
@@ -886,7 +977,7 @@ type PulseRequest struct {
 
 func (x *PulseRequest) Reset() {
 	*x = PulseRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -898,7 +989,7 @@ func (x *PulseRequest) String() string {
 func (*PulseRequest) ProtoMessage() {}
 
 func (x *PulseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -911,7 +1002,7 @@ func (x *PulseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PulseRequest.ProtoReflect.Descriptor instead.
 func (*PulseRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{18}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *PulseRequest) GetEveryMs() uint32 {
@@ -931,7 +1022,7 @@ type PulseResponse struct {
 
 func (x *PulseResponse) Reset() {
 	*x = PulseResponse{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -943,7 +1034,7 @@ func (x *PulseResponse) String() string {
 func (*PulseResponse) ProtoMessage() {}
 
 func (x *PulseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -956,7 +1047,7 @@ func (x *PulseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PulseResponse.ProtoReflect.Descriptor instead.
 func (*PulseResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{19}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *PulseResponse) GetWaitsFor() string {
@@ -1001,13 +1092,17 @@ const file_gpuctl_v1_executor_proto_rawDesc = "" +
 	"\x05graph\x18\x01 \x01(\fR\x05graph\x12\x1d\n" +
 	"\n" +
 	"check_only\x18\x02 \x01(\bR\tcheckOnly\x12\x14\n" +
-	"\x05final\x18\x03 \x01(\bR\x05final\"w\n" +
+	"\x05final\x18\x03 \x01(\bR\x05final\"\xa5\x01\n" +
 	"\rExportRequest\x12\x12\n" +
 	"\x04peer\x18\x01 \x01(\tR\x04peer\x12\x12\n" +
 	"\x04file\x18\x02 \x01(\tR\x04file\x12\x16\n" +
 	"\x06memory\x18\x03 \x01(\bR\x06memory\x12\x14\n" +
 	"\x05final\x18\x04 \x01(\bR\x05final\x12\x10\n" +
-	"\x03all\x18\x05 \x01(\bR\x03all\"\x10\n" +
+	"\x03all\x18\x05 \x01(\bR\x03all\x12\x14\n" +
+	"\x05fetch\x18P \x01(\tR\x05fetch\x12\x16\n" +
+	"\x06mapped\x18Q \x01(\bR\x06mapped\"\x11\n" +
+	"\x0fEndFetchRequest\"\x12\n" +
+	"\x10EndFetchResponse\"\x10\n" +
 	"\x0eDiscardRequest\"\x11\n" +
 	"\x0fDiscardResponse\".\n" +
 	"\rFreezeRequest\x12\x1d\n" +
@@ -1030,7 +1125,7 @@ const file_gpuctl_v1_executor_proto_rawDesc = "" +
 	"\bevery_ms\x18\x01 \x01(\rR\aeveryMs\"C\n" +
 	"\rPulseResponse\x12\x1b\n" +
 	"\twaits_for\x18\x01 \x01(\tR\bwaitsFor\x12\x15\n" +
-	"\x06for_ns\x18\x02 \x01(\x03R\x05forNs2\xc1\x06\n" +
+	"\x06for_ns\x18\x02 \x01(\x03R\x05forNs2\x86\a\n" +
 	"\x0fExecutorService\x12C\n" +
 	"\bDescribe\x12\x1a.gpuctl.v1.DescribeRequest\x1a\x1b.gpuctl.v1.DescribeResponse\x12C\n" +
 	"\bSnapshot\x12\x1a.gpuctl.v1.SnapshotRequest\x1a\x1b.gpuctl.v1.SnapshotResponse\x12;\n" +
@@ -1042,6 +1137,7 @@ const file_gpuctl_v1_executor_proto_rawDesc = "" +
 	"\x04Load\x12\x16.gpuctl.v1.LoadRequest\x1a\x13.gpuctl.v1.Progress0\x01\x127\n" +
 	"\x04Send\x12\x16.gpuctl.v1.SendRequest\x1a\x15.gpuctl.v1.StateChunk0\x01\x12>\n" +
 	"\aReceive\x12\x15.gpuctl.v1.StateChunk\x1a\x1a.gpuctl.v1.ReceiveResponse(\x01\x12C\n" +
+	"\bEndFetch\x12\x1a.gpuctl.v1.EndFetchRequest\x1a\x1b.gpuctl.v1.EndFetchResponse\x12C\n" +
 	"\bActivate\x12\x1a.gpuctl.v1.ActivateRequest\x1a\x1b.gpuctl.v1.ActivateResponse\x12=\n" +
 	"\x06Retire\x12\x18.gpuctl.v1.RetireRequest\x1a\x19.gpuctl.v1.RetireResponse\x12<\n" +
 	"\x05Pulse\x12\x17.gpuctl.v1.PulseRequest\x1a\x18.gpuctl.v1.PulseResponse0\x01B1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
@@ -1058,7 +1154,7 @@ func file_gpuctl_v1_executor_proto_rawDescGZIP() []byte {
 	return file_gpuctl_v1_executor_proto_rawDescData
 }
 
-var file_gpuctl_v1_executor_proto_msgTypes = make([]protoimpl.MessageInfo, 20)
+var file_gpuctl_v1_executor_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
 var file_gpuctl_v1_executor_proto_goTypes = []any{
 	(*DescribeRequest)(nil),  // 0: gpuctl.v1.DescribeRequest
 	(*DescribeResponse)(nil), // 1: gpuctl.v1.DescribeResponse
@@ -1066,57 +1162,61 @@ var file_gpuctl_v1_executor_proto_goTypes = []any{
 	(*SnapshotResponse)(nil), // 3: gpuctl.v1.SnapshotResponse
 	(*PrepareRequest)(nil),   // 4: gpuctl.v1.PrepareRequest
 	(*ExportRequest)(nil),    // 5: gpuctl.v1.ExportRequest
-	(*DiscardRequest)(nil),   // 6: gpuctl.v1.DiscardRequest
-	(*DiscardResponse)(nil),  // 7: gpuctl.v1.DiscardResponse
-	(*FreezeRequest)(nil),    // 8: gpuctl.v1.FreezeRequest
-	(*ThawRequest)(nil),      // 9: gpuctl.v1.ThawRequest
-	(*ThawResponse)(nil),     // 10: gpuctl.v1.ThawResponse
-	(*LoadRequest)(nil),      // 11: gpuctl.v1.LoadRequest
-	(*SendRequest)(nil),      // 12: gpuctl.v1.SendRequest
-	(*ReceiveResponse)(nil),  // 13: gpuctl.v1.ReceiveResponse
-	(*ActivateRequest)(nil),  // 14: gpuctl.v1.ActivateRequest
-	(*ActivateResponse)(nil), // 15: gpuctl.v1.ActivateResponse
-	(*RetireRequest)(nil),    // 16: gpuctl.v1.RetireRequest
-	(*RetireResponse)(nil),   // 17: gpuctl.v1.RetireResponse
-	(*PulseRequest)(nil),     // 18: gpuctl.v1.PulseRequest
-	(*PulseResponse)(nil),    // 19: gpuctl.v1.PulseResponse
-	(*Usage)(nil),            // 20: gpuctl.v1.Usage
-	(*Limits)(nil),           // 21: gpuctl.v1.Limits
-	(*StateChunk)(nil),       // 22: gpuctl.v1.StateChunk
-	(*Progress)(nil),         // 23: gpuctl.v1.Progress
+	(*EndFetchRequest)(nil),  // 6: gpuctl.v1.EndFetchRequest
+	(*EndFetchResponse)(nil), // 7: gpuctl.v1.EndFetchResponse
+	(*DiscardRequest)(nil),   // 8: gpuctl.v1.DiscardRequest
+	(*DiscardResponse)(nil),  // 9: gpuctl.v1.DiscardResponse
+	(*FreezeRequest)(nil),    // 10: gpuctl.v1.FreezeRequest
+	(*ThawRequest)(nil),      // 11: gpuctl.v1.ThawRequest
+	(*ThawResponse)(nil),     // 12: gpuctl.v1.ThawResponse
+	(*LoadRequest)(nil),      // 13: gpuctl.v1.LoadRequest
+	(*SendRequest)(nil),      // 14: gpuctl.v1.SendRequest
+	(*ReceiveResponse)(nil),  // 15: gpuctl.v1.ReceiveResponse
+	(*ActivateRequest)(nil),  // 16: gpuctl.v1.ActivateRequest
+	(*ActivateResponse)(nil), // 17: gpuctl.v1.ActivateResponse
+	(*RetireRequest)(nil),    // 18: gpuctl.v1.RetireRequest
+	(*RetireResponse)(nil),   // 19: gpuctl.v1.RetireResponse
+	(*PulseRequest)(nil),     // 20: gpuctl.v1.PulseRequest
+	(*PulseResponse)(nil),    // 21: gpuctl.v1.PulseResponse
+	(*Usage)(nil),            // 22: gpuctl.v1.Usage
+	(*Limits)(nil),           // 23: gpuctl.v1.Limits
+	(*StateChunk)(nil),       // 24: gpuctl.v1.StateChunk
+	(*Progress)(nil),         // 25: gpuctl.v1.Progress
 }
 var file_gpuctl_v1_executor_proto_depIdxs = []int32{
-	20, // 0: gpuctl.v1.DescribeResponse.usage:type_name -> gpuctl.v1.Usage
-	21, // 1: gpuctl.v1.DescribeResponse.devices:type_name -> gpuctl.v1.Limits
-	20, // 2: gpuctl.v1.SnapshotResponse.usage:type_name -> gpuctl.v1.Usage
+	22, // 0: gpuctl.v1.DescribeResponse.usage:type_name -> gpuctl.v1.Usage
+	23, // 1: gpuctl.v1.DescribeResponse.devices:type_name -> gpuctl.v1.Limits
+	22, // 2: gpuctl.v1.SnapshotResponse.usage:type_name -> gpuctl.v1.Usage
 	0,  // 3: gpuctl.v1.ExecutorService.Describe:input_type -> gpuctl.v1.DescribeRequest
 	2,  // 4: gpuctl.v1.ExecutorService.Snapshot:input_type -> gpuctl.v1.SnapshotRequest
 	4,  // 5: gpuctl.v1.ExecutorService.Prepare:input_type -> gpuctl.v1.PrepareRequest
 	5,  // 6: gpuctl.v1.ExecutorService.Export:input_type -> gpuctl.v1.ExportRequest
-	6,  // 7: gpuctl.v1.ExecutorService.Discard:input_type -> gpuctl.v1.DiscardRequest
-	8,  // 8: gpuctl.v1.ExecutorService.Freeze:input_type -> gpuctl.v1.FreezeRequest
-	9,  // 9: gpuctl.v1.ExecutorService.Thaw:input_type -> gpuctl.v1.ThawRequest
-	11, // 10: gpuctl.v1.ExecutorService.Load:input_type -> gpuctl.v1.LoadRequest
-	12, // 11: gpuctl.v1.ExecutorService.Send:input_type -> gpuctl.v1.SendRequest
-	22, // 12: gpuctl.v1.ExecutorService.Receive:input_type -> gpuctl.v1.StateChunk
-	14, // 13: gpuctl.v1.ExecutorService.Activate:input_type -> gpuctl.v1.ActivateRequest
-	16, // 14: gpuctl.v1.ExecutorService.Retire:input_type -> gpuctl.v1.RetireRequest
-	18, // 15: gpuctl.v1.ExecutorService.Pulse:input_type -> gpuctl.v1.PulseRequest
-	1,  // 16: gpuctl.v1.ExecutorService.Describe:output_type -> gpuctl.v1.DescribeResponse
-	3,  // 17: gpuctl.v1.ExecutorService.Snapshot:output_type -> gpuctl.v1.SnapshotResponse
-	23, // 18: gpuctl.v1.ExecutorService.Prepare:output_type -> gpuctl.v1.Progress
-	23, // 19: gpuctl.v1.ExecutorService.Export:output_type -> gpuctl.v1.Progress
-	7,  // 20: gpuctl.v1.ExecutorService.Discard:output_type -> gpuctl.v1.DiscardResponse
-	3,  // 21: gpuctl.v1.ExecutorService.Freeze:output_type -> gpuctl.v1.SnapshotResponse
-	10, // 22: gpuctl.v1.ExecutorService.Thaw:output_type -> gpuctl.v1.ThawResponse
-	23, // 23: gpuctl.v1.ExecutorService.Load:output_type -> gpuctl.v1.Progress
-	22, // 24: gpuctl.v1.ExecutorService.Send:output_type -> gpuctl.v1.StateChunk
-	13, // 25: gpuctl.v1.ExecutorService.Receive:output_type -> gpuctl.v1.ReceiveResponse
-	15, // 26: gpuctl.v1.ExecutorService.Activate:output_type -> gpuctl.v1.ActivateResponse
-	17, // 27: gpuctl.v1.ExecutorService.Retire:output_type -> gpuctl.v1.RetireResponse
-	19, // 28: gpuctl.v1.ExecutorService.Pulse:output_type -> gpuctl.v1.PulseResponse
-	16, // [16:29] is the sub-list for method output_type
-	3,  // [3:16] is the sub-list for method input_type
+	8,  // 7: gpuctl.v1.ExecutorService.Discard:input_type -> gpuctl.v1.DiscardRequest
+	10, // 8: gpuctl.v1.ExecutorService.Freeze:input_type -> gpuctl.v1.FreezeRequest
+	11, // 9: gpuctl.v1.ExecutorService.Thaw:input_type -> gpuctl.v1.ThawRequest
+	13, // 10: gpuctl.v1.ExecutorService.Load:input_type -> gpuctl.v1.LoadRequest
+	14, // 11: gpuctl.v1.ExecutorService.Send:input_type -> gpuctl.v1.SendRequest
+	24, // 12: gpuctl.v1.ExecutorService.Receive:input_type -> gpuctl.v1.StateChunk
+	6,  // 13: gpuctl.v1.ExecutorService.EndFetch:input_type -> gpuctl.v1.EndFetchRequest
+	16, // 14: gpuctl.v1.ExecutorService.Activate:input_type -> gpuctl.v1.ActivateRequest
+	18, // 15: gpuctl.v1.ExecutorService.Retire:input_type -> gpuctl.v1.RetireRequest
+	20, // 16: gpuctl.v1.ExecutorService.Pulse:input_type -> gpuctl.v1.PulseRequest
+	1,  // 17: gpuctl.v1.ExecutorService.Describe:output_type -> gpuctl.v1.DescribeResponse
+	3,  // 18: gpuctl.v1.ExecutorService.Snapshot:output_type -> gpuctl.v1.SnapshotResponse
+	25, // 19: gpuctl.v1.ExecutorService.Prepare:output_type -> gpuctl.v1.Progress
+	25, // 20: gpuctl.v1.ExecutorService.Export:output_type -> gpuctl.v1.Progress
+	9,  // 21: gpuctl.v1.ExecutorService.Discard:output_type -> gpuctl.v1.DiscardResponse
+	3,  // 22: gpuctl.v1.ExecutorService.Freeze:output_type -> gpuctl.v1.SnapshotResponse
+	12, // 23: gpuctl.v1.ExecutorService.Thaw:output_type -> gpuctl.v1.ThawResponse
+	25, // 24: gpuctl.v1.ExecutorService.Load:output_type -> gpuctl.v1.Progress
+	24, // 25: gpuctl.v1.ExecutorService.Send:output_type -> gpuctl.v1.StateChunk
+	15, // 26: gpuctl.v1.ExecutorService.Receive:output_type -> gpuctl.v1.ReceiveResponse
+	7,  // 27: gpuctl.v1.ExecutorService.EndFetch:output_type -> gpuctl.v1.EndFetchResponse
+	17, // 28: gpuctl.v1.ExecutorService.Activate:output_type -> gpuctl.v1.ActivateResponse
+	19, // 29: gpuctl.v1.ExecutorService.Retire:output_type -> gpuctl.v1.RetireResponse
+	21, // 30: gpuctl.v1.ExecutorService.Pulse:output_type -> gpuctl.v1.PulseResponse
+	17, // [17:31] is the sub-list for method output_type
+	3,  // [3:17] is the sub-list for method input_type
 	3,  // [3:3] is the sub-list for extension type_name
 	3,  // [3:3] is the sub-list for extension extendee
 	0,  // [0:3] is the sub-list for field type_name
@@ -1134,7 +1234,7 @@ func file_gpuctl_v1_executor_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_executor_proto_rawDesc), len(file_gpuctl_v1_executor_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   20,
+			NumMessages:   22,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

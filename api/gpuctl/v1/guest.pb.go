@@ -82,6 +82,10 @@ type LendRequest struct {
 	Memory         uint64                 `protobuf:"varint,5,opt,name=memory,proto3" json:"memory,omitempty"`                                        // most bytes of memory objects that the session may have here; 0: no limit
 	OutageMs       int64                  `protobuf:"varint,6,opt,name=outage_ms,json=outageMs,proto3" json:"outage_ms,omitempty"`                    // how long the carrier may be gone before the lease ends; 0: 5 minutes
 	Device         *VirtualDevice         `protobuf:"bytes,7,opt,name=device,proto3" json:"device,omitempty"`                                         // what the application sees
+	Claim          string                 `protobuf:"bytes,8,opt,name=claim,proto3" json:"claim,omitempty"`                                           // all leases of one claim on a runtime have memory together; empty: each has it
+	Gpus           []string               `protobuf:"bytes,9,rep,name=gpus,proto3" json:"gpus,omitempty"`                                             // names on this host, in the order of the runtime's devices; empty: it takes no turns
+	Owner          string                 `protobuf:"bytes,10,opt,name=owner,proto3" json:"owner,omitempty"`                                          // whose share of a shared GPU it uses
+	CompressAlways bool                   `protobuf:"varint,11,opt,name=compress_always,json=compressAlways,proto3" json:"compress_always,omitempty"` // as in Remote, for what the far executor sends
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -163,6 +167,34 @@ func (x *LendRequest) GetDevice() *VirtualDevice {
 		return x.Device
 	}
 	return nil
+}
+
+func (x *LendRequest) GetClaim() string {
+	if x != nil {
+		return x.Claim
+	}
+	return ""
+}
+
+func (x *LendRequest) GetGpus() []string {
+	if x != nil {
+		return x.Gpus
+	}
+	return nil
+}
+
+func (x *LendRequest) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
+func (x *LendRequest) GetCompressAlways() bool {
+	if x != nil {
+		return x.CompressAlways
+	}
+	return false
 }
 
 type LendResponse struct {
@@ -385,6 +417,294 @@ func (x *ListLeasesResponse) GetLeases() []*Lease {
 	return nil
 }
 
+type AllowFetchRequest struct {
+	state          protoimpl.MessageState `protogen:"open.v1"`
+	Lease          string                 `protobuf:"bytes,1,opt,name=lease,proto3" json:"lease,omitempty"`
+	PeerCertSha256 []byte                 `protobuf:"bytes,2,opt,name=peer_cert_sha256,json=peerCertSha256,proto3" json:"peer_cert_sha256,omitempty"` // SHA-256 of the certificate of the far executor that fetches (DER)
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *AllowFetchRequest) Reset() {
+	*x = AllowFetchRequest{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AllowFetchRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AllowFetchRequest) ProtoMessage() {}
+
+func (x *AllowFetchRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AllowFetchRequest.ProtoReflect.Descriptor instead.
+func (*AllowFetchRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *AllowFetchRequest) GetLease() string {
+	if x != nil {
+		return x.Lease
+	}
+	return ""
+}
+
+func (x *AllowFetchRequest) GetPeerCertSha256() []byte {
+	if x != nil {
+		return x.PeerCertSha256
+	}
+	return nil
+}
+
+type AllowFetchResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Token         []byte                 `protobuf:"bytes,1,opt,name=token,proto3" json:"token,omitempty"` // 32 bytes; good for one connection
+	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`   // of the fetch: for Remote of the swap's target
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AllowFetchResponse) Reset() {
+	*x = AllowFetchResponse{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AllowFetchResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AllowFetchResponse) ProtoMessage() {}
+
+func (x *AllowFetchResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AllowFetchResponse.ProtoReflect.Descriptor instead.
+func (*AllowFetchResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *AllowFetchResponse) GetToken() []byte {
+	if x != nil {
+		return x.Token
+	}
+	return nil
+}
+
+func (x *AllowFetchResponse) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+type EndFetchOfLeaseRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Lease         string                 `protobuf:"bytes,1,opt,name=lease,proto3" json:"lease,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EndFetchOfLeaseRequest) Reset() {
+	*x = EndFetchOfLeaseRequest{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EndFetchOfLeaseRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EndFetchOfLeaseRequest) ProtoMessage() {}
+
+func (x *EndFetchOfLeaseRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EndFetchOfLeaseRequest.ProtoReflect.Descriptor instead.
+func (*EndFetchOfLeaseRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *EndFetchOfLeaseRequest) GetLease() string {
+	if x != nil {
+		return x.Lease
+	}
+	return ""
+}
+
+type EndFetchOfLeaseResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EndFetchOfLeaseResponse) Reset() {
+	*x = EndFetchOfLeaseResponse{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EndFetchOfLeaseResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EndFetchOfLeaseResponse) ProtoMessage() {}
+
+func (x *EndFetchOfLeaseResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EndFetchOfLeaseResponse.ProtoReflect.Descriptor instead.
+func (*EndFetchOfLeaseResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{9}
+}
+
+type FetchRequest struct {
+	state          protoimpl.MessageState `protogen:"open.v1"`
+	Lease          string                 `protobuf:"bytes,1,opt,name=lease,proto3" json:"lease,omitempty"`                                           // whose far executor fetches
+	Addresses      []string               `protobuf:"bytes,2,rep,name=addresses,proto3" json:"addresses,omitempty"`                                   // HOST:PORT of the other host, tried in order
+	Token          []byte                 `protobuf:"bytes,3,opt,name=token,proto3" json:"token,omitempty"`                                           // from AllowFetch there
+	PeerCertSha256 []byte                 `protobuf:"bytes,4,opt,name=peer_cert_sha256,json=peerCertSha256,proto3" json:"peer_cert_sha256,omitempty"` // SHA-256 of the certificate of that host's far executor (DER)
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *FetchRequest) Reset() {
+	*x = FetchRequest{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FetchRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FetchRequest) ProtoMessage() {}
+
+func (x *FetchRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FetchRequest.ProtoReflect.Descriptor instead.
+func (*FetchRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *FetchRequest) GetLease() string {
+	if x != nil {
+		return x.Lease
+	}
+	return ""
+}
+
+func (x *FetchRequest) GetAddresses() []string {
+	if x != nil {
+		return x.Addresses
+	}
+	return nil
+}
+
+func (x *FetchRequest) GetToken() []byte {
+	if x != nil {
+		return x.Token
+	}
+	return nil
+}
+
+func (x *FetchRequest) GetPeerCertSha256() []byte {
+	if x != nil {
+		return x.PeerCertSha256
+	}
+	return nil
+}
+
+type FetchResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *FetchResponse) Reset() {
+	*x = FetchResponse{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FetchResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FetchResponse) ProtoMessage() {}
+
+func (x *FetchResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FetchResponse.ProtoReflect.Descriptor instead.
+func (*FetchResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{11}
+}
+
 type Lease struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
@@ -398,7 +718,7 @@ type Lease struct {
 
 func (x *Lease) Reset() {
 	*x = Lease{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -410,7 +730,7 @@ func (x *Lease) String() string {
 func (*Lease) ProtoMessage() {}
 
 func (x *Lease) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -423,7 +743,7 @@ func (x *Lease) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Lease.ProtoReflect.Descriptor instead.
 func (*Lease) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{6}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Lease) GetId() string {
@@ -475,7 +795,7 @@ type OfferRequest struct {
 
 func (x *OfferRequest) Reset() {
 	*x = OfferRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -487,7 +807,7 @@ func (x *OfferRequest) String() string {
 func (*OfferRequest) ProtoMessage() {}
 
 func (x *OfferRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -500,7 +820,7 @@ func (x *OfferRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OfferRequest.ProtoReflect.Descriptor instead.
 func (*OfferRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{7}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *OfferRequest) GetToken() string {
@@ -553,7 +873,7 @@ type OfferResponse struct {
 
 func (x *OfferResponse) Reset() {
 	*x = OfferResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -565,7 +885,7 @@ func (x *OfferResponse) String() string {
 func (*OfferResponse) ProtoMessage() {}
 
 func (x *OfferResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -578,7 +898,7 @@ func (x *OfferResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OfferResponse.ProtoReflect.Descriptor instead.
 func (*OfferResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{8}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{14}
 }
 
 type WithdrawRequest struct {
@@ -590,7 +910,7 @@ type WithdrawRequest struct {
 
 func (x *WithdrawRequest) Reset() {
 	*x = WithdrawRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -602,7 +922,7 @@ func (x *WithdrawRequest) String() string {
 func (*WithdrawRequest) ProtoMessage() {}
 
 func (x *WithdrawRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -615,7 +935,7 @@ func (x *WithdrawRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WithdrawRequest.ProtoReflect.Descriptor instead.
 func (*WithdrawRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{9}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *WithdrawRequest) GetToken() string {
@@ -633,7 +953,7 @@ type WithdrawResponse struct {
 
 func (x *WithdrawResponse) Reset() {
 	*x = WithdrawResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -645,7 +965,7 @@ func (x *WithdrawResponse) String() string {
 func (*WithdrawResponse) ProtoMessage() {}
 
 func (x *WithdrawResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -658,7 +978,7 @@ func (x *WithdrawResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WithdrawResponse.ProtoReflect.Descriptor instead.
 func (*WithdrawResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{10}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{16}
 }
 
 type ListSessionsRequest struct {
@@ -669,7 +989,7 @@ type ListSessionsRequest struct {
 
 func (x *ListSessionsRequest) Reset() {
 	*x = ListSessionsRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -681,7 +1001,7 @@ func (x *ListSessionsRequest) String() string {
 func (*ListSessionsRequest) ProtoMessage() {}
 
 func (x *ListSessionsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -694,19 +1014,22 @@ func (x *ListSessionsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSessionsRequest.ProtoReflect.Descriptor instead.
 func (*ListSessionsRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{11}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{17}
 }
 
 type ListSessionsResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Sessions      []*Session             `protobuf:"bytes,1,rep,name=sessions,proto3" json:"sessions,omitempty"`
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	Sessions []*Session             `protobuf:"bytes,1,rep,name=sessions,proto3" json:"sessions,omitempty"`
+	// Those that were lost, also after their applications have ended. The oldest are forgotten
+	// first.
+	Lost          []*LostSession `protobuf:"bytes,60,rep,name=lost,proto3" json:"lost,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ListSessionsResponse) Reset() {
 	*x = ListSessionsResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -718,7 +1041,7 @@ func (x *ListSessionsResponse) String() string {
 func (*ListSessionsResponse) ProtoMessage() {}
 
 func (x *ListSessionsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -731,12 +1054,19 @@ func (x *ListSessionsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSessionsResponse.ProtoReflect.Descriptor instead.
 func (*ListSessionsResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{12}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *ListSessionsResponse) GetSessions() []*Session {
 	if x != nil {
 		return x.Sessions
+	}
+	return nil
+}
+
+func (x *ListSessionsResponse) GetLost() []*LostSession {
+	if x != nil {
+		return x.Lost
 	}
 	return nil
 }
@@ -749,7 +1079,7 @@ type WatchSessionsRequest struct {
 
 func (x *WatchSessionsRequest) Reset() {
 	*x = WatchSessionsRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -761,7 +1091,7 @@ func (x *WatchSessionsRequest) String() string {
 func (*WatchSessionsRequest) ProtoMessage() {}
 
 func (x *WatchSessionsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -774,22 +1104,25 @@ func (x *WatchSessionsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchSessionsRequest.ProtoReflect.Descriptor instead.
 func (*WatchSessionsRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{13}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{19}
 }
 
 type PlanRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Session       string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
-	Target        *Target                `protobuf:"bytes,2,opt,name=target,proto3" json:"target,omitempty"`
-	Build         bool                   `protobuf:"varint,3,opt,name=build,proto3" json:"build,omitempty"`        // also start the target and build the programs there
-	Rehearse      bool                   `protobuf:"varint,40,opt,name=rehearse,proto3" json:"rehearse,omitempty"` // plan a rehearsal; the target is not looked at
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	Session  string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
+	Target   *Target                `protobuf:"bytes,2,opt,name=target,proto3" json:"target,omitempty"`
+	Build    bool                   `protobuf:"varint,3,opt,name=build,proto3" json:"build,omitempty"`        // also start the target and build the programs there
+	Rehearse bool                   `protobuf:"varint,40,opt,name=rehearse,proto3" json:"rehearse,omitempty"` // plan a rehearsal; the target is not looked at
+	// Absolute path. With a session: plan its suspend with its processes to this new folder.
+	// Without one: plan the resume from it.
+	Folder        string `protobuf:"bytes,41,opt,name=folder,proto3" json:"folder,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *PlanRequest) Reset() {
 	*x = PlanRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -801,7 +1134,7 @@ func (x *PlanRequest) String() string {
 func (*PlanRequest) ProtoMessage() {}
 
 func (x *PlanRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -814,7 +1147,7 @@ func (x *PlanRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanRequest.ProtoReflect.Descriptor instead.
 func (*PlanRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{14}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *PlanRequest) GetSession() string {
@@ -845,6 +1178,13 @@ func (x *PlanRequest) GetRehearse() bool {
 	return false
 }
 
+func (x *PlanRequest) GetFolder() string {
+	if x != nil {
+		return x.Folder
+	}
+	return ""
+}
+
 type PlanResponse struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	Reasons         []*Reason              `protobuf:"bytes,1,rep,name=reasons,proto3" json:"reasons,omitempty"` // why it cannot; empty: it can
@@ -854,13 +1194,14 @@ type PlanResponse struct {
 	PredictedStopNs int64                  `protobuf:"varint,5,opt,name=predicted_stop_ns,json=predictedStopNs,proto3" json:"predicted_stop_ns,omitempty"` // most likely
 	Total           *Prediction            `protobuf:"bytes,6,opt,name=total,proto3" json:"total,omitempty"`
 	Stop            *Prediction            `protobuf:"bytes,7,opt,name=stop,proto3" json:"stop,omitempty"`
+	Session         *Session               `protobuf:"bytes,40,opt,name=session,proto3" json:"session,omitempty"` // that is in the folder
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
 
 func (x *PlanResponse) Reset() {
 	*x = PlanResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -872,7 +1213,7 @@ func (x *PlanResponse) String() string {
 func (*PlanResponse) ProtoMessage() {}
 
 func (x *PlanResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -885,7 +1226,7 @@ func (x *PlanResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanResponse.ProtoReflect.Descriptor instead.
 func (*PlanResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{15}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *PlanResponse) GetReasons() []*Reason {
@@ -937,6 +1278,13 @@ func (x *PlanResponse) GetStop() *Prediction {
 	return nil
 }
 
+func (x *PlanResponse) GetSession() *Session {
+	if x != nil {
+		return x.Session
+	}
+	return nil
+}
+
 type SwapRequest struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	Session         string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
@@ -953,7 +1301,7 @@ type SwapRequest struct {
 
 func (x *SwapRequest) Reset() {
 	*x = SwapRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -965,7 +1313,7 @@ func (x *SwapRequest) String() string {
 func (*SwapRequest) ProtoMessage() {}
 
 func (x *SwapRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -978,7 +1326,7 @@ func (x *SwapRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SwapRequest.ProtoReflect.Descriptor instead.
 func (*SwapRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{16}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *SwapRequest) GetSession() string {
@@ -1039,7 +1387,7 @@ type SuspendRequest struct {
 
 func (x *SuspendRequest) Reset() {
 	*x = SuspendRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1051,7 +1399,7 @@ func (x *SuspendRequest) String() string {
 func (*SuspendRequest) ProtoMessage() {}
 
 func (x *SuspendRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1064,7 +1412,7 @@ func (x *SuspendRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SuspendRequest.ProtoReflect.Descriptor instead.
 func (*SuspendRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{17}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *SuspendRequest) GetSession() string {
@@ -1134,7 +1482,7 @@ type FileOwner struct {
 
 func (x *FileOwner) Reset() {
 	*x = FileOwner{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1146,7 +1494,7 @@ func (x *FileOwner) String() string {
 func (*FileOwner) ProtoMessage() {}
 
 func (x *FileOwner) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1159,7 +1507,7 @@ func (x *FileOwner) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FileOwner.ProtoReflect.Descriptor instead.
 func (*FileOwner) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{18}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *FileOwner) GetUid() uint32 {
@@ -1186,7 +1534,7 @@ type TakeStateRequest struct {
 
 func (x *TakeStateRequest) Reset() {
 	*x = TakeStateRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1198,7 +1546,7 @@ func (x *TakeStateRequest) String() string {
 func (*TakeStateRequest) ProtoMessage() {}
 
 func (x *TakeStateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1211,7 +1559,7 @@ func (x *TakeStateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TakeStateRequest.ProtoReflect.Descriptor instead.
 func (*TakeStateRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{19}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *TakeStateRequest) GetSession() string {
@@ -1239,7 +1587,7 @@ type KeptStateRequest struct {
 
 func (x *KeptStateRequest) Reset() {
 	*x = KeptStateRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[20]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1251,7 +1599,7 @@ func (x *KeptStateRequest) String() string {
 func (*KeptStateRequest) ProtoMessage() {}
 
 func (x *KeptStateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[20]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1264,7 +1612,7 @@ func (x *KeptStateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeptStateRequest.ProtoReflect.Descriptor instead.
 func (*KeptStateRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{20}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *KeptStateRequest) GetSession() string {
@@ -1296,7 +1644,7 @@ type KeptStateResponse struct {
 
 func (x *KeptStateResponse) Reset() {
 	*x = KeptStateResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[21]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1308,7 +1656,7 @@ func (x *KeptStateResponse) String() string {
 func (*KeptStateResponse) ProtoMessage() {}
 
 func (x *KeptStateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[21]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1321,7 +1669,7 @@ func (x *KeptStateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeptStateResponse.ProtoReflect.Descriptor instead.
 func (*KeptStateResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{21}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{27}
 }
 
 type GiveStateRequest struct {
@@ -1335,7 +1683,7 @@ type GiveStateRequest struct {
 
 func (x *GiveStateRequest) Reset() {
 	*x = GiveStateRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[22]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1347,7 +1695,7 @@ func (x *GiveStateRequest) String() string {
 func (*GiveStateRequest) ProtoMessage() {}
 
 func (x *GiveStateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[22]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1360,7 +1708,7 @@ func (x *GiveStateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GiveStateRequest.ProtoReflect.Descriptor instead.
 func (*GiveStateRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{22}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *GiveStateRequest) GetSession() string {
@@ -1392,7 +1740,7 @@ type GiveStateResponse struct {
 
 func (x *GiveStateResponse) Reset() {
 	*x = GiveStateResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[23]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1404,7 +1752,7 @@ func (x *GiveStateResponse) String() string {
 func (*GiveStateResponse) ProtoMessage() {}
 
 func (x *GiveStateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[23]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1417,22 +1765,26 @@ func (x *GiveStateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GiveStateResponse.ProtoReflect.Descriptor instead.
 func (*GiveStateResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{23}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{29}
 }
 
 type ResumeRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Session       string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
-	Target        *Target                `protobuf:"bytes,2,opt,name=target,proto3" json:"target,omitempty"`
-	FailAt        string                 `protobuf:"bytes,3,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`
-	TimeoutMs     int64                  `protobuf:"varint,4,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"` // how long it may be frozen without progress while its executors are alive; 0: default
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Session   string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
+	Target    *Target                `protobuf:"bytes,2,opt,name=target,proto3" json:"target,omitempty"`
+	FailAt    string                 `protobuf:"bytes,3,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`
+	TimeoutMs int64                  `protobuf:"varint,4,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"` // how long it may be frozen without progress while its executors are alive; 0: default
+	// Folder of a session that was suspended with its processes, instead of the session. They
+	// are made again, as a session of this claim.
+	Folder        string `protobuf:"bytes,40,opt,name=folder,proto3" json:"folder,omitempty"`
+	Claim         string `protobuf:"bytes,41,opt,name=claim,proto3" json:"claim,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ResumeRequest) Reset() {
 	*x = ResumeRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[24]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1444,7 +1796,7 @@ func (x *ResumeRequest) String() string {
 func (*ResumeRequest) ProtoMessage() {}
 
 func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[24]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1457,7 +1809,7 @@ func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeRequest.ProtoReflect.Descriptor instead.
 func (*ResumeRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{24}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *ResumeRequest) GetSession() string {
@@ -1488,6 +1840,20 @@ func (x *ResumeRequest) GetTimeoutMs() int64 {
 	return 0
 }
 
+func (x *ResumeRequest) GetFolder() string {
+	if x != nil {
+		return x.Folder
+	}
+	return ""
+}
+
+func (x *ResumeRequest) GetClaim() string {
+	if x != nil {
+		return x.Claim
+	}
+	return ""
+}
+
 type WarmRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Runtime       *Runtime               `protobuf:"bytes,1,opt,name=runtime,proto3" json:"runtime,omitempty"`
@@ -1497,7 +1863,7 @@ type WarmRequest struct {
 
 func (x *WarmRequest) Reset() {
 	*x = WarmRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[25]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1509,7 +1875,7 @@ func (x *WarmRequest) String() string {
 func (*WarmRequest) ProtoMessage() {}
 
 func (x *WarmRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[25]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1522,7 +1888,7 @@ func (x *WarmRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmRequest.ProtoReflect.Descriptor instead.
 func (*WarmRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{25}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *WarmRequest) GetRuntime() *Runtime {
@@ -1540,7 +1906,7 @@ type WarmResponse struct {
 
 func (x *WarmResponse) Reset() {
 	*x = WarmResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[26]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1552,7 +1918,7 @@ func (x *WarmResponse) String() string {
 func (*WarmResponse) ProtoMessage() {}
 
 func (x *WarmResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[26]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1565,7 +1931,7 @@ func (x *WarmResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmResponse.ProtoReflect.Descriptor instead.
 func (*WarmResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{26}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{32}
 }
 
 type ProbeRequest struct {
@@ -1577,7 +1943,7 @@ type ProbeRequest struct {
 
 func (x *ProbeRequest) Reset() {
 	*x = ProbeRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[27]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1589,7 +1955,7 @@ func (x *ProbeRequest) String() string {
 func (*ProbeRequest) ProtoMessage() {}
 
 func (x *ProbeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[27]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1602,7 +1968,7 @@ func (x *ProbeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProbeRequest.ProtoReflect.Descriptor instead.
 func (*ProbeRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{27}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *ProbeRequest) GetRuntime() *Runtime {
@@ -1624,7 +1990,7 @@ type ProbeResponse struct {
 
 func (x *ProbeResponse) Reset() {
 	*x = ProbeResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[28]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1636,7 +2002,7 @@ func (x *ProbeResponse) String() string {
 func (*ProbeResponse) ProtoMessage() {}
 
 func (x *ProbeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[28]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1649,7 +2015,7 @@ func (x *ProbeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProbeResponse.ProtoReflect.Descriptor instead.
 func (*ProbeResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{28}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *ProbeResponse) GetPlatform() string {
@@ -1695,7 +2061,7 @@ type ProbedDevice struct {
 
 func (x *ProbedDevice) Reset() {
 	*x = ProbedDevice{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[29]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1707,7 +2073,7 @@ func (x *ProbedDevice) String() string {
 func (*ProbedDevice) ProtoMessage() {}
 
 func (x *ProbedDevice) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[29]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1720,7 +2086,7 @@ func (x *ProbedDevice) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProbedDevice.ProtoReflect.Descriptor instead.
 func (*ProbedDevice) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{29}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *ProbedDevice) GetIndex() uint32 {
@@ -1786,7 +2152,7 @@ type AdoptRequest struct {
 
 func (x *AdoptRequest) Reset() {
 	*x = AdoptRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[30]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1798,7 +2164,7 @@ func (x *AdoptRequest) String() string {
 func (*AdoptRequest) ProtoMessage() {}
 
 func (x *AdoptRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[30]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1811,7 +2177,7 @@ func (x *AdoptRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdoptRequest.ProtoReflect.Descriptor instead.
 func (*AdoptRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{30}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *AdoptRequest) GetPid() uint32 {
@@ -1855,7 +2221,7 @@ type AdoptClaim struct {
 
 func (x *AdoptClaim) Reset() {
 	*x = AdoptClaim{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[31]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1867,7 +2233,7 @@ func (x *AdoptClaim) String() string {
 func (*AdoptClaim) ProtoMessage() {}
 
 func (x *AdoptClaim) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[31]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1880,7 +2246,7 @@ func (x *AdoptClaim) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdoptClaim.ProtoReflect.Descriptor instead.
 func (*AdoptClaim) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{31}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *AdoptClaim) GetClaim() string {
@@ -1914,7 +2280,7 @@ type AdoptResponse struct {
 
 func (x *AdoptResponse) Reset() {
 	*x = AdoptResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[32]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1926,7 +2292,7 @@ func (x *AdoptResponse) String() string {
 func (*AdoptResponse) ProtoMessage() {}
 
 func (x *AdoptResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[32]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1939,7 +2305,7 @@ func (x *AdoptResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdoptResponse.ProtoReflect.Descriptor instead.
 func (*AdoptResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{32}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *AdoptResponse) GetSessions() []*Session {
@@ -1960,7 +2326,7 @@ var File_gpuctl_v1_guest_proto protoreflect.FileDescriptor
 
 const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\n" +
-	"\x15gpuctl/v1/guest.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/types.proto\"\xf8\x01\n" +
+	"\x15gpuctl/v1/guest.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/types.proto\"\xe1\x02\n" +
 	"\vLendRequest\x12\x14\n" +
 	"\x05lease\x18\x01 \x01(\tR\x05lease\x12,\n" +
 	"\aruntime\x18\x02 \x01(\v2\x12.gpuctl.v1.RuntimeR\aruntime\x12(\n" +
@@ -1968,7 +2334,12 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\x05plain\x18\x04 \x01(\bR\x05plain\x12\x16\n" +
 	"\x06memory\x18\x05 \x01(\x04R\x06memory\x12\x1b\n" +
 	"\toutage_ms\x18\x06 \x01(\x03R\boutageMs\x120\n" +
-	"\x06device\x18\a \x01(\v2\x18.gpuctl.v1.VirtualDeviceR\x06device\"c\n" +
+	"\x06device\x18\a \x01(\v2\x18.gpuctl.v1.VirtualDeviceR\x06device\x12\x14\n" +
+	"\x05claim\x18\b \x01(\tR\x05claim\x12\x12\n" +
+	"\x04gpus\x18\t \x03(\tR\x04gpus\x12\x14\n" +
+	"\x05owner\x18\n" +
+	" \x01(\tR\x05owner\x12'\n" +
+	"\x0fcompress_always\x18\v \x01(\bR\x0ecompressAlways\"c\n" +
 	"\fLendResponse\x12\x14\n" +
 	"\x05token\x18\x01 \x01(\fR\x05token\x12\x1f\n" +
 	"\vcert_sha256\x18\x02 \x01(\fR\n" +
@@ -1979,7 +2350,22 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\x10EndLeaseResponse\"\x13\n" +
 	"\x11ListLeasesRequest\">\n" +
 	"\x12ListLeasesResponse\x12(\n" +
-	"\x06leases\x18\x01 \x03(\v2\x10.gpuctl.v1.LeaseR\x06leases\"\xb4\x01\n" +
+	"\x06leases\x18\x01 \x03(\v2\x10.gpuctl.v1.LeaseR\x06leases\"S\n" +
+	"\x11AllowFetchRequest\x12\x14\n" +
+	"\x05lease\x18\x01 \x01(\tR\x05lease\x12(\n" +
+	"\x10peer_cert_sha256\x18\x02 \x01(\fR\x0epeerCertSha256\">\n" +
+	"\x12AllowFetchResponse\x12\x14\n" +
+	"\x05token\x18\x01 \x01(\fR\x05token\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\".\n" +
+	"\x16EndFetchOfLeaseRequest\x12\x14\n" +
+	"\x05lease\x18\x01 \x01(\tR\x05lease\"\x19\n" +
+	"\x17EndFetchOfLeaseResponse\"\x82\x01\n" +
+	"\fFetchRequest\x12\x14\n" +
+	"\x05lease\x18\x01 \x01(\tR\x05lease\x12\x1c\n" +
+	"\taddresses\x18\x02 \x03(\tR\taddresses\x12\x14\n" +
+	"\x05token\x18\x03 \x01(\fR\x05token\x12(\n" +
+	"\x10peer_cert_sha256\x18\x04 \x01(\fR\x0epeerCertSha256\"\x0f\n" +
+	"\rFetchResponse\"\xb4\x01\n" +
 	"\x05Lease\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12,\n" +
 	"\aruntime\x18\x02 \x01(\v2\x12.gpuctl.v1.RuntimeR\aruntime\x12+\n" +
@@ -1997,15 +2383,17 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\x0fWithdrawRequest\x12\x14\n" +
 	"\x05token\x18\x01 \x01(\tR\x05token\"\x12\n" +
 	"\x10WithdrawResponse\"\x15\n" +
-	"\x13ListSessionsRequest\"F\n" +
+	"\x13ListSessionsRequest\"r\n" +
 	"\x14ListSessionsResponse\x12.\n" +
-	"\bsessions\x18\x01 \x03(\v2\x12.gpuctl.v1.SessionR\bsessions\"\x16\n" +
-	"\x14WatchSessionsRequest\"\x84\x01\n" +
+	"\bsessions\x18\x01 \x03(\v2\x12.gpuctl.v1.SessionR\bsessions\x12*\n" +
+	"\x04lost\x18< \x03(\v2\x16.gpuctl.v1.LostSessionR\x04lost\"\x16\n" +
+	"\x14WatchSessionsRequest\"\x9c\x01\n" +
 	"\vPlanRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12)\n" +
 	"\x06target\x18\x02 \x01(\v2\x11.gpuctl.v1.TargetR\x06target\x12\x14\n" +
 	"\x05build\x18\x03 \x01(\bR\x05build\x12\x1a\n" +
-	"\brehearse\x18( \x01(\bR\brehearse\"\x8e\x02\n" +
+	"\brehearse\x18( \x01(\bR\brehearse\x12\x16\n" +
+	"\x06folder\x18) \x01(\tR\x06folder\"\xbc\x02\n" +
 	"\fPlanResponse\x12+\n" +
 	"\areasons\x18\x01 \x03(\v2\x11.gpuctl.v1.ReasonR\areasons\x12\x14\n" +
 	"\x05steps\x18\x02 \x03(\tR\x05steps\x12\x14\n" +
@@ -2013,7 +2401,8 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\fpredicted_ns\x18\x04 \x01(\x03R\vpredictedNs\x12*\n" +
 	"\x11predicted_stop_ns\x18\x05 \x01(\x03R\x0fpredictedStopNs\x12+\n" +
 	"\x05total\x18\x06 \x01(\v2\x15.gpuctl.v1.PredictionR\x05total\x12)\n" +
-	"\x04stop\x18\a \x01(\v2\x15.gpuctl.v1.PredictionR\x04stop\"\xd2\x01\n" +
+	"\x04stop\x18\a \x01(\v2\x15.gpuctl.v1.PredictionR\x04stop\x12,\n" +
+	"\asession\x18( \x01(\v2\x12.gpuctl.v1.SessionR\asession\"\xd2\x01\n" +
 	"\vSwapRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12)\n" +
 	"\x06target\x18\x02 \x01(\v2\x11.gpuctl.v1.TargetR\x06target\x12*\n" +
@@ -2047,13 +2436,15 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\tR\x02id\x12+\n" +
 	"\x05chunk\x18\x03 \x01(\v2\x15.gpuctl.v1.StateChunkR\x05chunk\"\x13\n" +
-	"\x11GiveStateResponse\"\x8c\x01\n" +
+	"\x11GiveStateResponse\"\xba\x01\n" +
 	"\rResumeRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12)\n" +
 	"\x06target\x18\x02 \x01(\v2\x11.gpuctl.v1.TargetR\x06target\x12\x17\n" +
 	"\afail_at\x18\x03 \x01(\tR\x06failAt\x12\x1d\n" +
 	"\n" +
-	"timeout_ms\x18\x04 \x01(\x03R\ttimeoutMs\";\n" +
+	"timeout_ms\x18\x04 \x01(\x03R\ttimeoutMs\x12\x16\n" +
+	"\x06folder\x18( \x01(\tR\x06folder\x12\x14\n" +
+	"\x05claim\x18) \x01(\tR\x05claim\";\n" +
 	"\vWarmRequest\x12,\n" +
 	"\aruntime\x18\x01 \x01(\v2\x12.gpuctl.v1.RuntimeR\aruntime\"\x0e\n" +
 	"\fWarmResponse\"<\n" +
@@ -2097,7 +2488,8 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\x17LEASE_STATE_UNSPECIFIED\x10\x00\x12\x17\n" +
 	"\x13LEASE_STATE_OFFERED\x10\x01\x12\x14\n" +
 	"\x10LEASE_STATE_USED\x10\x02\x12\x15\n" +
-	"\x11LEASE_STATE_ENDED\x10\x032\xdf\b\n" +
+	"\x11LEASE_STATE_ENDED\x10\x032\xb9\n" +
+	"\n" +
 	"\fGuestService\x12:\n" +
 	"\x05Offer\x12\x17.gpuctl.v1.OfferRequest\x1a\x18.gpuctl.v1.OfferResponse\x12C\n" +
 	"\bWithdraw\x12\x1a.gpuctl.v1.WithdrawRequest\x1a\x1b.gpuctl.v1.WithdrawResponse\x12O\n" +
@@ -2115,7 +2507,11 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\x04Lend\x12\x16.gpuctl.v1.LendRequest\x1a\x17.gpuctl.v1.LendResponse\x12C\n" +
 	"\bEndLease\x12\x1a.gpuctl.v1.EndLeaseRequest\x1a\x1b.gpuctl.v1.EndLeaseResponse\x12I\n" +
 	"\n" +
-	"ListLeases\x12\x1c.gpuctl.v1.ListLeasesRequest\x1a\x1d.gpuctl.v1.ListLeasesResponse\x12:\n" +
+	"ListLeases\x12\x1c.gpuctl.v1.ListLeasesRequest\x1a\x1d.gpuctl.v1.ListLeasesResponse\x12I\n" +
+	"\n" +
+	"AllowFetch\x12\x1c.gpuctl.v1.AllowFetchRequest\x1a\x1d.gpuctl.v1.AllowFetchResponse\x12Q\n" +
+	"\bEndFetch\x12!.gpuctl.v1.EndFetchOfLeaseRequest\x1a\".gpuctl.v1.EndFetchOfLeaseResponse\x12:\n" +
+	"\x05Fetch\x12\x17.gpuctl.v1.FetchRequest\x1a\x18.gpuctl.v1.FetchResponse\x12:\n" +
 	"\x05Adopt\x12\x17.gpuctl.v1.AdoptRequest\x1a\x18.gpuctl.v1.AdoptResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
 
 var (
@@ -2131,123 +2527,138 @@ func file_gpuctl_v1_guest_proto_rawDescGZIP() []byte {
 }
 
 var file_gpuctl_v1_guest_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_gpuctl_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 35)
+var file_gpuctl_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
 var file_gpuctl_v1_guest_proto_goTypes = []any{
-	(LeaseState)(0),              // 0: gpuctl.v1.LeaseState
-	(*LendRequest)(nil),          // 1: gpuctl.v1.LendRequest
-	(*LendResponse)(nil),         // 2: gpuctl.v1.LendResponse
-	(*EndLeaseRequest)(nil),      // 3: gpuctl.v1.EndLeaseRequest
-	(*EndLeaseResponse)(nil),     // 4: gpuctl.v1.EndLeaseResponse
-	(*ListLeasesRequest)(nil),    // 5: gpuctl.v1.ListLeasesRequest
-	(*ListLeasesResponse)(nil),   // 6: gpuctl.v1.ListLeasesResponse
-	(*Lease)(nil),                // 7: gpuctl.v1.Lease
-	(*OfferRequest)(nil),         // 8: gpuctl.v1.OfferRequest
-	(*OfferResponse)(nil),        // 9: gpuctl.v1.OfferResponse
-	(*WithdrawRequest)(nil),      // 10: gpuctl.v1.WithdrawRequest
-	(*WithdrawResponse)(nil),     // 11: gpuctl.v1.WithdrawResponse
-	(*ListSessionsRequest)(nil),  // 12: gpuctl.v1.ListSessionsRequest
-	(*ListSessionsResponse)(nil), // 13: gpuctl.v1.ListSessionsResponse
-	(*WatchSessionsRequest)(nil), // 14: gpuctl.v1.WatchSessionsRequest
-	(*PlanRequest)(nil),          // 15: gpuctl.v1.PlanRequest
-	(*PlanResponse)(nil),         // 16: gpuctl.v1.PlanResponse
-	(*SwapRequest)(nil),          // 17: gpuctl.v1.SwapRequest
-	(*SuspendRequest)(nil),       // 18: gpuctl.v1.SuspendRequest
-	(*FileOwner)(nil),            // 19: gpuctl.v1.FileOwner
-	(*TakeStateRequest)(nil),     // 20: gpuctl.v1.TakeStateRequest
-	(*KeptStateRequest)(nil),     // 21: gpuctl.v1.KeptStateRequest
-	(*KeptStateResponse)(nil),    // 22: gpuctl.v1.KeptStateResponse
-	(*GiveStateRequest)(nil),     // 23: gpuctl.v1.GiveStateRequest
-	(*GiveStateResponse)(nil),    // 24: gpuctl.v1.GiveStateResponse
-	(*ResumeRequest)(nil),        // 25: gpuctl.v1.ResumeRequest
-	(*WarmRequest)(nil),          // 26: gpuctl.v1.WarmRequest
-	(*WarmResponse)(nil),         // 27: gpuctl.v1.WarmResponse
-	(*ProbeRequest)(nil),         // 28: gpuctl.v1.ProbeRequest
-	(*ProbeResponse)(nil),        // 29: gpuctl.v1.ProbeResponse
-	(*ProbedDevice)(nil),         // 30: gpuctl.v1.ProbedDevice
-	(*AdoptRequest)(nil),         // 31: gpuctl.v1.AdoptRequest
-	(*AdoptClaim)(nil),           // 32: gpuctl.v1.AdoptClaim
-	(*AdoptResponse)(nil),        // 33: gpuctl.v1.AdoptResponse
-	nil,                          // 34: gpuctl.v1.AdoptRequest.ClaimsEntry
-	nil,                          // 35: gpuctl.v1.AdoptClaim.OnlyEntry
-	(*Runtime)(nil),              // 36: gpuctl.v1.Runtime
-	(*VirtualDevice)(nil),        // 37: gpuctl.v1.VirtualDevice
-	(*Target)(nil),               // 38: gpuctl.v1.Target
-	(*Session)(nil),              // 39: gpuctl.v1.Session
-	(*Reason)(nil),               // 40: gpuctl.v1.Reason
-	(*Prediction)(nil),           // 41: gpuctl.v1.Prediction
-	(*StateMark)(nil),            // 42: gpuctl.v1.StateMark
-	(*StateChunk)(nil),           // 43: gpuctl.v1.StateChunk
-	(*Limits)(nil),               // 44: gpuctl.v1.Limits
-	(*AdoptRefusal)(nil),         // 45: gpuctl.v1.AdoptRefusal
-	(*Progress)(nil),             // 46: gpuctl.v1.Progress
+	(LeaseState)(0),                 // 0: gpuctl.v1.LeaseState
+	(*LendRequest)(nil),             // 1: gpuctl.v1.LendRequest
+	(*LendResponse)(nil),            // 2: gpuctl.v1.LendResponse
+	(*EndLeaseRequest)(nil),         // 3: gpuctl.v1.EndLeaseRequest
+	(*EndLeaseResponse)(nil),        // 4: gpuctl.v1.EndLeaseResponse
+	(*ListLeasesRequest)(nil),       // 5: gpuctl.v1.ListLeasesRequest
+	(*ListLeasesResponse)(nil),      // 6: gpuctl.v1.ListLeasesResponse
+	(*AllowFetchRequest)(nil),       // 7: gpuctl.v1.AllowFetchRequest
+	(*AllowFetchResponse)(nil),      // 8: gpuctl.v1.AllowFetchResponse
+	(*EndFetchOfLeaseRequest)(nil),  // 9: gpuctl.v1.EndFetchOfLeaseRequest
+	(*EndFetchOfLeaseResponse)(nil), // 10: gpuctl.v1.EndFetchOfLeaseResponse
+	(*FetchRequest)(nil),            // 11: gpuctl.v1.FetchRequest
+	(*FetchResponse)(nil),           // 12: gpuctl.v1.FetchResponse
+	(*Lease)(nil),                   // 13: gpuctl.v1.Lease
+	(*OfferRequest)(nil),            // 14: gpuctl.v1.OfferRequest
+	(*OfferResponse)(nil),           // 15: gpuctl.v1.OfferResponse
+	(*WithdrawRequest)(nil),         // 16: gpuctl.v1.WithdrawRequest
+	(*WithdrawResponse)(nil),        // 17: gpuctl.v1.WithdrawResponse
+	(*ListSessionsRequest)(nil),     // 18: gpuctl.v1.ListSessionsRequest
+	(*ListSessionsResponse)(nil),    // 19: gpuctl.v1.ListSessionsResponse
+	(*WatchSessionsRequest)(nil),    // 20: gpuctl.v1.WatchSessionsRequest
+	(*PlanRequest)(nil),             // 21: gpuctl.v1.PlanRequest
+	(*PlanResponse)(nil),            // 22: gpuctl.v1.PlanResponse
+	(*SwapRequest)(nil),             // 23: gpuctl.v1.SwapRequest
+	(*SuspendRequest)(nil),          // 24: gpuctl.v1.SuspendRequest
+	(*FileOwner)(nil),               // 25: gpuctl.v1.FileOwner
+	(*TakeStateRequest)(nil),        // 26: gpuctl.v1.TakeStateRequest
+	(*KeptStateRequest)(nil),        // 27: gpuctl.v1.KeptStateRequest
+	(*KeptStateResponse)(nil),       // 28: gpuctl.v1.KeptStateResponse
+	(*GiveStateRequest)(nil),        // 29: gpuctl.v1.GiveStateRequest
+	(*GiveStateResponse)(nil),       // 30: gpuctl.v1.GiveStateResponse
+	(*ResumeRequest)(nil),           // 31: gpuctl.v1.ResumeRequest
+	(*WarmRequest)(nil),             // 32: gpuctl.v1.WarmRequest
+	(*WarmResponse)(nil),            // 33: gpuctl.v1.WarmResponse
+	(*ProbeRequest)(nil),            // 34: gpuctl.v1.ProbeRequest
+	(*ProbeResponse)(nil),           // 35: gpuctl.v1.ProbeResponse
+	(*ProbedDevice)(nil),            // 36: gpuctl.v1.ProbedDevice
+	(*AdoptRequest)(nil),            // 37: gpuctl.v1.AdoptRequest
+	(*AdoptClaim)(nil),              // 38: gpuctl.v1.AdoptClaim
+	(*AdoptResponse)(nil),           // 39: gpuctl.v1.AdoptResponse
+	nil,                             // 40: gpuctl.v1.AdoptRequest.ClaimsEntry
+	nil,                             // 41: gpuctl.v1.AdoptClaim.OnlyEntry
+	(*Runtime)(nil),                 // 42: gpuctl.v1.Runtime
+	(*VirtualDevice)(nil),           // 43: gpuctl.v1.VirtualDevice
+	(*Target)(nil),                  // 44: gpuctl.v1.Target
+	(*Session)(nil),                 // 45: gpuctl.v1.Session
+	(*LostSession)(nil),             // 46: gpuctl.v1.LostSession
+	(*Reason)(nil),                  // 47: gpuctl.v1.Reason
+	(*Prediction)(nil),              // 48: gpuctl.v1.Prediction
+	(*StateMark)(nil),               // 49: gpuctl.v1.StateMark
+	(*StateChunk)(nil),              // 50: gpuctl.v1.StateChunk
+	(*Limits)(nil),                  // 51: gpuctl.v1.Limits
+	(*AdoptRefusal)(nil),            // 52: gpuctl.v1.AdoptRefusal
+	(*Progress)(nil),                // 53: gpuctl.v1.Progress
 }
 var file_gpuctl_v1_guest_proto_depIdxs = []int32{
-	36, // 0: gpuctl.v1.LendRequest.runtime:type_name -> gpuctl.v1.Runtime
-	37, // 1: gpuctl.v1.LendRequest.device:type_name -> gpuctl.v1.VirtualDevice
-	7,  // 2: gpuctl.v1.ListLeasesResponse.leases:type_name -> gpuctl.v1.Lease
-	36, // 3: gpuctl.v1.Lease.runtime:type_name -> gpuctl.v1.Runtime
+	42, // 0: gpuctl.v1.LendRequest.runtime:type_name -> gpuctl.v1.Runtime
+	43, // 1: gpuctl.v1.LendRequest.device:type_name -> gpuctl.v1.VirtualDevice
+	13, // 2: gpuctl.v1.ListLeasesResponse.leases:type_name -> gpuctl.v1.Lease
+	42, // 3: gpuctl.v1.Lease.runtime:type_name -> gpuctl.v1.Runtime
 	0,  // 4: gpuctl.v1.Lease.state:type_name -> gpuctl.v1.LeaseState
-	38, // 5: gpuctl.v1.OfferRequest.target:type_name -> gpuctl.v1.Target
-	37, // 6: gpuctl.v1.OfferRequest.device:type_name -> gpuctl.v1.VirtualDevice
-	39, // 7: gpuctl.v1.ListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
-	38, // 8: gpuctl.v1.PlanRequest.target:type_name -> gpuctl.v1.Target
-	40, // 9: gpuctl.v1.PlanResponse.reasons:type_name -> gpuctl.v1.Reason
-	41, // 10: gpuctl.v1.PlanResponse.total:type_name -> gpuctl.v1.Prediction
-	41, // 11: gpuctl.v1.PlanResponse.stop:type_name -> gpuctl.v1.Prediction
-	38, // 12: gpuctl.v1.SwapRequest.target:type_name -> gpuctl.v1.Target
-	19, // 13: gpuctl.v1.SuspendRequest.owner:type_name -> gpuctl.v1.FileOwner
-	42, // 14: gpuctl.v1.KeptStateRequest.mark:type_name -> gpuctl.v1.StateMark
-	43, // 15: gpuctl.v1.GiveStateRequest.chunk:type_name -> gpuctl.v1.StateChunk
-	38, // 16: gpuctl.v1.ResumeRequest.target:type_name -> gpuctl.v1.Target
-	36, // 17: gpuctl.v1.WarmRequest.runtime:type_name -> gpuctl.v1.Runtime
-	36, // 18: gpuctl.v1.ProbeRequest.runtime:type_name -> gpuctl.v1.Runtime
-	30, // 19: gpuctl.v1.ProbeResponse.devices:type_name -> gpuctl.v1.ProbedDevice
-	44, // 20: gpuctl.v1.ProbedDevice.limits:type_name -> gpuctl.v1.Limits
-	34, // 21: gpuctl.v1.AdoptRequest.claims:type_name -> gpuctl.v1.AdoptRequest.ClaimsEntry
-	38, // 22: gpuctl.v1.AdoptClaim.target:type_name -> gpuctl.v1.Target
-	35, // 23: gpuctl.v1.AdoptClaim.only:type_name -> gpuctl.v1.AdoptClaim.OnlyEntry
-	39, // 24: gpuctl.v1.AdoptResponse.sessions:type_name -> gpuctl.v1.Session
-	45, // 25: gpuctl.v1.AdoptResponse.refused:type_name -> gpuctl.v1.AdoptRefusal
-	32, // 26: gpuctl.v1.AdoptRequest.ClaimsEntry.value:type_name -> gpuctl.v1.AdoptClaim
-	8,  // 27: gpuctl.v1.GuestService.Offer:input_type -> gpuctl.v1.OfferRequest
-	10, // 28: gpuctl.v1.GuestService.Withdraw:input_type -> gpuctl.v1.WithdrawRequest
-	12, // 29: gpuctl.v1.GuestService.ListSessions:input_type -> gpuctl.v1.ListSessionsRequest
-	14, // 30: gpuctl.v1.GuestService.WatchSessions:input_type -> gpuctl.v1.WatchSessionsRequest
-	15, // 31: gpuctl.v1.GuestService.Plan:input_type -> gpuctl.v1.PlanRequest
-	17, // 32: gpuctl.v1.GuestService.Swap:input_type -> gpuctl.v1.SwapRequest
-	18, // 33: gpuctl.v1.GuestService.Suspend:input_type -> gpuctl.v1.SuspendRequest
-	25, // 34: gpuctl.v1.GuestService.Resume:input_type -> gpuctl.v1.ResumeRequest
-	20, // 35: gpuctl.v1.GuestService.TakeState:input_type -> gpuctl.v1.TakeStateRequest
-	21, // 36: gpuctl.v1.GuestService.KeptState:input_type -> gpuctl.v1.KeptStateRequest
-	23, // 37: gpuctl.v1.GuestService.GiveState:input_type -> gpuctl.v1.GiveStateRequest
-	28, // 38: gpuctl.v1.GuestService.Probe:input_type -> gpuctl.v1.ProbeRequest
-	26, // 39: gpuctl.v1.GuestService.Warm:input_type -> gpuctl.v1.WarmRequest
-	1,  // 40: gpuctl.v1.GuestService.Lend:input_type -> gpuctl.v1.LendRequest
-	3,  // 41: gpuctl.v1.GuestService.EndLease:input_type -> gpuctl.v1.EndLeaseRequest
-	5,  // 42: gpuctl.v1.GuestService.ListLeases:input_type -> gpuctl.v1.ListLeasesRequest
-	31, // 43: gpuctl.v1.GuestService.Adopt:input_type -> gpuctl.v1.AdoptRequest
-	9,  // 44: gpuctl.v1.GuestService.Offer:output_type -> gpuctl.v1.OfferResponse
-	11, // 45: gpuctl.v1.GuestService.Withdraw:output_type -> gpuctl.v1.WithdrawResponse
-	13, // 46: gpuctl.v1.GuestService.ListSessions:output_type -> gpuctl.v1.ListSessionsResponse
-	39, // 47: gpuctl.v1.GuestService.WatchSessions:output_type -> gpuctl.v1.Session
-	16, // 48: gpuctl.v1.GuestService.Plan:output_type -> gpuctl.v1.PlanResponse
-	46, // 49: gpuctl.v1.GuestService.Swap:output_type -> gpuctl.v1.Progress
-	46, // 50: gpuctl.v1.GuestService.Suspend:output_type -> gpuctl.v1.Progress
-	46, // 51: gpuctl.v1.GuestService.Resume:output_type -> gpuctl.v1.Progress
-	43, // 52: gpuctl.v1.GuestService.TakeState:output_type -> gpuctl.v1.StateChunk
-	22, // 53: gpuctl.v1.GuestService.KeptState:output_type -> gpuctl.v1.KeptStateResponse
-	24, // 54: gpuctl.v1.GuestService.GiveState:output_type -> gpuctl.v1.GiveStateResponse
-	29, // 55: gpuctl.v1.GuestService.Probe:output_type -> gpuctl.v1.ProbeResponse
-	27, // 56: gpuctl.v1.GuestService.Warm:output_type -> gpuctl.v1.WarmResponse
-	2,  // 57: gpuctl.v1.GuestService.Lend:output_type -> gpuctl.v1.LendResponse
-	4,  // 58: gpuctl.v1.GuestService.EndLease:output_type -> gpuctl.v1.EndLeaseResponse
-	6,  // 59: gpuctl.v1.GuestService.ListLeases:output_type -> gpuctl.v1.ListLeasesResponse
-	33, // 60: gpuctl.v1.GuestService.Adopt:output_type -> gpuctl.v1.AdoptResponse
-	44, // [44:61] is the sub-list for method output_type
-	27, // [27:44] is the sub-list for method input_type
-	27, // [27:27] is the sub-list for extension type_name
-	27, // [27:27] is the sub-list for extension extendee
-	0,  // [0:27] is the sub-list for field type_name
+	44, // 5: gpuctl.v1.OfferRequest.target:type_name -> gpuctl.v1.Target
+	43, // 6: gpuctl.v1.OfferRequest.device:type_name -> gpuctl.v1.VirtualDevice
+	45, // 7: gpuctl.v1.ListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
+	46, // 8: gpuctl.v1.ListSessionsResponse.lost:type_name -> gpuctl.v1.LostSession
+	44, // 9: gpuctl.v1.PlanRequest.target:type_name -> gpuctl.v1.Target
+	47, // 10: gpuctl.v1.PlanResponse.reasons:type_name -> gpuctl.v1.Reason
+	48, // 11: gpuctl.v1.PlanResponse.total:type_name -> gpuctl.v1.Prediction
+	48, // 12: gpuctl.v1.PlanResponse.stop:type_name -> gpuctl.v1.Prediction
+	45, // 13: gpuctl.v1.PlanResponse.session:type_name -> gpuctl.v1.Session
+	44, // 14: gpuctl.v1.SwapRequest.target:type_name -> gpuctl.v1.Target
+	25, // 15: gpuctl.v1.SuspendRequest.owner:type_name -> gpuctl.v1.FileOwner
+	49, // 16: gpuctl.v1.KeptStateRequest.mark:type_name -> gpuctl.v1.StateMark
+	50, // 17: gpuctl.v1.GiveStateRequest.chunk:type_name -> gpuctl.v1.StateChunk
+	44, // 18: gpuctl.v1.ResumeRequest.target:type_name -> gpuctl.v1.Target
+	42, // 19: gpuctl.v1.WarmRequest.runtime:type_name -> gpuctl.v1.Runtime
+	42, // 20: gpuctl.v1.ProbeRequest.runtime:type_name -> gpuctl.v1.Runtime
+	36, // 21: gpuctl.v1.ProbeResponse.devices:type_name -> gpuctl.v1.ProbedDevice
+	51, // 22: gpuctl.v1.ProbedDevice.limits:type_name -> gpuctl.v1.Limits
+	40, // 23: gpuctl.v1.AdoptRequest.claims:type_name -> gpuctl.v1.AdoptRequest.ClaimsEntry
+	44, // 24: gpuctl.v1.AdoptClaim.target:type_name -> gpuctl.v1.Target
+	41, // 25: gpuctl.v1.AdoptClaim.only:type_name -> gpuctl.v1.AdoptClaim.OnlyEntry
+	45, // 26: gpuctl.v1.AdoptResponse.sessions:type_name -> gpuctl.v1.Session
+	52, // 27: gpuctl.v1.AdoptResponse.refused:type_name -> gpuctl.v1.AdoptRefusal
+	38, // 28: gpuctl.v1.AdoptRequest.ClaimsEntry.value:type_name -> gpuctl.v1.AdoptClaim
+	14, // 29: gpuctl.v1.GuestService.Offer:input_type -> gpuctl.v1.OfferRequest
+	16, // 30: gpuctl.v1.GuestService.Withdraw:input_type -> gpuctl.v1.WithdrawRequest
+	18, // 31: gpuctl.v1.GuestService.ListSessions:input_type -> gpuctl.v1.ListSessionsRequest
+	20, // 32: gpuctl.v1.GuestService.WatchSessions:input_type -> gpuctl.v1.WatchSessionsRequest
+	21, // 33: gpuctl.v1.GuestService.Plan:input_type -> gpuctl.v1.PlanRequest
+	23, // 34: gpuctl.v1.GuestService.Swap:input_type -> gpuctl.v1.SwapRequest
+	24, // 35: gpuctl.v1.GuestService.Suspend:input_type -> gpuctl.v1.SuspendRequest
+	31, // 36: gpuctl.v1.GuestService.Resume:input_type -> gpuctl.v1.ResumeRequest
+	26, // 37: gpuctl.v1.GuestService.TakeState:input_type -> gpuctl.v1.TakeStateRequest
+	27, // 38: gpuctl.v1.GuestService.KeptState:input_type -> gpuctl.v1.KeptStateRequest
+	29, // 39: gpuctl.v1.GuestService.GiveState:input_type -> gpuctl.v1.GiveStateRequest
+	34, // 40: gpuctl.v1.GuestService.Probe:input_type -> gpuctl.v1.ProbeRequest
+	32, // 41: gpuctl.v1.GuestService.Warm:input_type -> gpuctl.v1.WarmRequest
+	1,  // 42: gpuctl.v1.GuestService.Lend:input_type -> gpuctl.v1.LendRequest
+	3,  // 43: gpuctl.v1.GuestService.EndLease:input_type -> gpuctl.v1.EndLeaseRequest
+	5,  // 44: gpuctl.v1.GuestService.ListLeases:input_type -> gpuctl.v1.ListLeasesRequest
+	7,  // 45: gpuctl.v1.GuestService.AllowFetch:input_type -> gpuctl.v1.AllowFetchRequest
+	9,  // 46: gpuctl.v1.GuestService.EndFetch:input_type -> gpuctl.v1.EndFetchOfLeaseRequest
+	11, // 47: gpuctl.v1.GuestService.Fetch:input_type -> gpuctl.v1.FetchRequest
+	37, // 48: gpuctl.v1.GuestService.Adopt:input_type -> gpuctl.v1.AdoptRequest
+	15, // 49: gpuctl.v1.GuestService.Offer:output_type -> gpuctl.v1.OfferResponse
+	17, // 50: gpuctl.v1.GuestService.Withdraw:output_type -> gpuctl.v1.WithdrawResponse
+	19, // 51: gpuctl.v1.GuestService.ListSessions:output_type -> gpuctl.v1.ListSessionsResponse
+	45, // 52: gpuctl.v1.GuestService.WatchSessions:output_type -> gpuctl.v1.Session
+	22, // 53: gpuctl.v1.GuestService.Plan:output_type -> gpuctl.v1.PlanResponse
+	53, // 54: gpuctl.v1.GuestService.Swap:output_type -> gpuctl.v1.Progress
+	53, // 55: gpuctl.v1.GuestService.Suspend:output_type -> gpuctl.v1.Progress
+	53, // 56: gpuctl.v1.GuestService.Resume:output_type -> gpuctl.v1.Progress
+	50, // 57: gpuctl.v1.GuestService.TakeState:output_type -> gpuctl.v1.StateChunk
+	28, // 58: gpuctl.v1.GuestService.KeptState:output_type -> gpuctl.v1.KeptStateResponse
+	30, // 59: gpuctl.v1.GuestService.GiveState:output_type -> gpuctl.v1.GiveStateResponse
+	35, // 60: gpuctl.v1.GuestService.Probe:output_type -> gpuctl.v1.ProbeResponse
+	33, // 61: gpuctl.v1.GuestService.Warm:output_type -> gpuctl.v1.WarmResponse
+	2,  // 62: gpuctl.v1.GuestService.Lend:output_type -> gpuctl.v1.LendResponse
+	4,  // 63: gpuctl.v1.GuestService.EndLease:output_type -> gpuctl.v1.EndLeaseResponse
+	6,  // 64: gpuctl.v1.GuestService.ListLeases:output_type -> gpuctl.v1.ListLeasesResponse
+	8,  // 65: gpuctl.v1.GuestService.AllowFetch:output_type -> gpuctl.v1.AllowFetchResponse
+	10, // 66: gpuctl.v1.GuestService.EndFetch:output_type -> gpuctl.v1.EndFetchOfLeaseResponse
+	12, // 67: gpuctl.v1.GuestService.Fetch:output_type -> gpuctl.v1.FetchResponse
+	39, // 68: gpuctl.v1.GuestService.Adopt:output_type -> gpuctl.v1.AdoptResponse
+	49, // [49:69] is the sub-list for method output_type
+	29, // [29:49] is the sub-list for method input_type
+	29, // [29:29] is the sub-list for extension type_name
+	29, // [29:29] is the sub-list for extension extendee
+	0,  // [0:29] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_guest_proto_init() }
@@ -2262,7 +2673,7 @@ func file_gpuctl_v1_guest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_guest_proto_rawDesc), len(file_gpuctl_v1_guest_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   35,
+			NumMessages:   41,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -1234,6 +1234,8 @@ type HostPlanRequest struct {
 	To            string                 `protobuf:"bytes,3,opt,name=to,proto3" json:"to,omitempty"`               // a GPU, several separated by commas, or a model; empty: hostd chooses
 	Build         bool                   `protobuf:"varint,4,opt,name=build,proto3" json:"build,omitempty"`        // also start the target and build the programs there
 	Rehearse      bool                   `protobuf:"varint,40,opt,name=rehearse,proto3" json:"rehearse,omitempty"` // of a rehearsal; there is no target
+	Folder        string                 `protobuf:"bytes,41,opt,name=folder,proto3" json:"folder,omitempty"`      // of a suspend of the session to this new folder
+	From          string                 `protobuf:"bytes,42,opt,name=from,proto3" json:"from,omitempty"`          // of a resume from this folder, instead of a session
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1301,6 +1303,20 @@ func (x *HostPlanRequest) GetRehearse() bool {
 		return x.Rehearse
 	}
 	return false
+}
+
+func (x *HostPlanRequest) GetFolder() string {
+	if x != nil {
+		return x.Folder
+	}
+	return ""
+}
+
+func (x *HostPlanRequest) GetFrom() string {
+	if x != nil {
+		return x.From
+	}
+	return ""
 }
 
 type HostPlanResponse struct {
@@ -1550,8 +1566,11 @@ type HostSuspendRequest struct {
 	FreezeTimeoutMs int64                  `protobuf:"varint,3,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"`
 	FailAt          string                 `protobuf:"bytes,4,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`
 	TimeoutMs       int64                  `protobuf:"varint,5,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"` // how long it may be frozen without progress while its executors are alive; 0: default
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Absolute path of a new folder for the processes with their state. They end. Only root
+	// of this host may ask for it, and only of a session of CUDA programs.
+	Folder        string `protobuf:"bytes,40,opt,name=folder,proto3" json:"folder,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *HostSuspendRequest) Reset() {
@@ -1619,12 +1638,20 @@ func (x *HostSuspendRequest) GetTimeoutMs() int64 {
 	return 0
 }
 
+func (x *HostSuspendRequest) GetFolder() string {
+	if x != nil {
+		return x.Folder
+	}
+	return ""
+}
+
 type HostResumeRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Session       string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
 	To            string                 `protobuf:"bytes,2,opt,name=to,proto3" json:"to,omitempty"`
 	FailAt        string                 `protobuf:"bytes,3,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`
 	TimeoutMs     int64                  `protobuf:"varint,4,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"` // how long it may be frozen without progress while its executors are alive; 0: default
+	Folder        string                 `protobuf:"bytes,40,opt,name=folder,proto3" json:"folder,omitempty"`                        // that a suspend has made, instead of a session
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1685,6 +1712,13 @@ func (x *HostResumeRequest) GetTimeoutMs() int64 {
 		return x.TimeoutMs
 	}
 	return 0
+}
+
+func (x *HostResumeRequest) GetFolder() string {
+	if x != nil {
+		return x.Folder
+	}
+	return ""
 }
 
 // OperationUpdate is the progress of a long operation. The last one contains
@@ -1974,13 +2008,15 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\x05claim\x18\x02 \x01(\v2\x10.gpuctl.v1.ClaimR\x05claim\x12\"\n" +
 	"\x04gpus\x18\x03 \x03(\v2\x0e.gpuctl.v1.GPUR\x04gpus\x12\x1c\n" +
 	"\toperation\x18\x04 \x01(\tR\toperation\x12)\n" +
-	"\x04last\x18\x05 \x01(\v2\x15.gpuctl.v1.SwapResultR\x04last\"\x92\x01\n" +
+	"\x04last\x18\x05 \x01(\v2\x15.gpuctl.v1.SwapResultR\x04last\"\xbe\x01\n" +
 	"\x0fHostPlanRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12#\n" +
 	"\x04verb\x18\x02 \x01(\x0e2\x0f.gpuctl.v1.VerbR\x04verb\x12\x0e\n" +
 	"\x02to\x18\x03 \x01(\tR\x02to\x12\x14\n" +
 	"\x05build\x18\x04 \x01(\bR\x05build\x12\x1a\n" +
-	"\brehearse\x18( \x01(\bR\brehearse\"\xdd\x03\n" +
+	"\brehearse\x18( \x01(\bR\brehearse\x12\x16\n" +
+	"\x06folder\x18) \x01(\tR\x06folder\x12\x12\n" +
+	"\x04from\x18* \x01(\tR\x04from\"\xdd\x03\n" +
 	"\x10HostPlanResponse\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x12\n" +
 	"\x04from\x18\x02 \x03(\tR\x04from\x12\x12\n" +
@@ -2006,20 +2042,22 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\afail_at\x18\x05 \x01(\tR\x06failAt\x12\x1d\n" +
 	"\n" +
 	"timeout_ms\x18\x06 \x01(\x03R\ttimeoutMs\x12\x1a\n" +
-	"\brehearse\x18( \x01(\bR\brehearse\"\xa6\x01\n" +
+	"\brehearse\x18( \x01(\bR\brehearse\"\xbe\x01\n" +
 	"\x12HostSuspendRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x12\n" +
 	"\x04file\x18\x02 \x01(\tR\x04file\x12*\n" +
 	"\x11freeze_timeout_ms\x18\x03 \x01(\x03R\x0ffreezeTimeoutMs\x12\x17\n" +
 	"\afail_at\x18\x04 \x01(\tR\x06failAt\x12\x1d\n" +
 	"\n" +
-	"timeout_ms\x18\x05 \x01(\x03R\ttimeoutMs\"u\n" +
+	"timeout_ms\x18\x05 \x01(\x03R\ttimeoutMs\x12\x16\n" +
+	"\x06folder\x18( \x01(\tR\x06folder\"\x8d\x01\n" +
 	"\x11HostResumeRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x0e\n" +
 	"\x02to\x18\x02 \x01(\tR\x02to\x12\x17\n" +
 	"\afail_at\x18\x03 \x01(\tR\x06failAt\x12\x1d\n" +
 	"\n" +
-	"timeout_ms\x18\x04 \x01(\x03R\ttimeoutMs\"\xb8\x01\n" +
+	"timeout_ms\x18\x04 \x01(\x03R\ttimeoutMs\x12\x16\n" +
+	"\x06folder\x18( \x01(\tR\x06folder\"\xb8\x01\n" +
 	"\x0fOperationUpdate\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x12\n" +
 	"\x04gpus\x18\x02 \x03(\tR\x04gpus\x12\x14\n" +

@@ -30,8 +30,14 @@ type MachinePlanRequest struct {
 	DeadlineMs      int64                  `protobuf:"varint,5,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"`                  // longest time that it may take; 0: any
 	ForceCold       bool                   `protobuf:"varint,6,opt,name=force_cold,json=forceCold,proto3" json:"force_cold,omitempty"`                     // stop the VM and start it again if it cannot be migrated live
 	FreezeTimeoutMs int64                  `protobuf:"varint,7,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"` // how long the applications' running kernels may take to end; 0: two minutes
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Whether its applications compute on a remote GPU while the VM moves: always, never, or
+	// empty: where that is predicted to shorten their downtime.
+	Live string `protobuf:"bytes,8,opt,name=live,proto3" json:"live,omitempty"`
+	// Hold it before the VM gets its card, until it is resumed or aborted; for live = always.
+	// Without to it is the VM's own card that is taken from it and given back.
+	Wait          bool `protobuf:"varint,9,opt,name=wait,proto3" json:"wait,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *MachinePlanRequest) Reset() {
@@ -113,6 +119,20 @@ func (x *MachinePlanRequest) GetFreezeTimeoutMs() int64 {
 	return 0
 }
 
+func (x *MachinePlanRequest) GetLive() string {
+	if x != nil {
+		return x.Live
+	}
+	return ""
+}
+
+func (x *MachinePlanRequest) GetWait() bool {
+	if x != nil {
+		return x.Wait
+	}
+	return false
+}
+
 type MachinePlanResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Machine       string                 `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
@@ -127,6 +147,7 @@ type MachinePlanResponse struct {
 	WarmReasons   []*Reason              `protobuf:"bytes,10,rep,name=warm_reasons,json=warmReasons,proto3" json:"warm_reasons,omitempty"` // with cold: why it cannot be migrated live
 	Away          uint64                 `protobuf:"varint,11,opt,name=away,proto3" json:"away,omitempty"`                                 // bytes of gpu_state that are kept in the hosts' memory
 	Notes         []*Reason              `protobuf:"bytes,12,rep,name=notes,proto3" json:"notes,omitempty"`                                // information for the operator; not against the migration
+	Live          *MachineLive           `protobuf:"bytes,13,opt,name=live,proto3" json:"live,omitempty"`                                  // the remote GPU, or why there is none; not set: nobody asks
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -245,6 +266,98 @@ func (x *MachinePlanResponse) GetNotes() []*Reason {
 	return nil
 }
 
+func (x *MachinePlanResponse) GetLive() *MachineLive {
+	if x != nil {
+		return x.Live
+	}
+	return nil
+}
+
+// MachineLive is about the remote GPU on which a VM's applications compute while it moves.
+type MachineLive struct {
+	state           protoimpl.MessageState `protogen:"open.v1"`
+	Gpu             string                 `protobuf:"bytes,1,opt,name=gpu,proto3" json:"gpu,omitempty"` // id; empty: there is none
+	Model           string                 `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
+	RttNs           int64                  `protobuf:"varint,3,opt,name=rtt_ns,json=rttNs,proto3" json:"rtt_ns,omitempty"`                                 // from the VM to its host; 0: unknown
+	Reasons         []*Reason              `protobuf:"bytes,4,rep,name=reasons,proto3" json:"reasons,omitempty"`                                           // why it is not done
+	Rejected        []*MachineRejection    `protobuf:"bytes,5,rep,name=rejected,proto3" json:"rejected,omitempty"`                                         // GPUs that do not fit for it
+	OtherwiseStopNs int64                  `protobuf:"varint,6,opt,name=otherwise_stop_ns,json=otherwiseStopNs,proto3" json:"otherwise_stop_ns,omitempty"` // predicted downtime of the other way; 0: that is impossible
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *MachineLive) Reset() {
+	*x = MachineLive{}
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MachineLive) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MachineLive) ProtoMessage() {}
+
+func (x *MachineLive) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MachineLive.ProtoReflect.Descriptor instead.
+func (*MachineLive) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *MachineLive) GetGpu() string {
+	if x != nil {
+		return x.Gpu
+	}
+	return ""
+}
+
+func (x *MachineLive) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *MachineLive) GetRttNs() int64 {
+	if x != nil {
+		return x.RttNs
+	}
+	return 0
+}
+
+func (x *MachineLive) GetReasons() []*Reason {
+	if x != nil {
+		return x.Reasons
+	}
+	return nil
+}
+
+func (x *MachineLive) GetRejected() []*MachineRejection {
+	if x != nil {
+		return x.Rejected
+	}
+	return nil
+}
+
+func (x *MachineLive) GetOtherwiseStopNs() int64 {
+	if x != nil {
+		return x.OtherwiseStopNs
+	}
+	return 0
+}
+
 type MachineCandidate struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	Host            string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
@@ -262,7 +375,7 @@ type MachineCandidate struct {
 
 func (x *MachineCandidate) Reset() {
 	*x = MachineCandidate{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[2]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -274,7 +387,7 @@ func (x *MachineCandidate) String() string {
 func (*MachineCandidate) ProtoMessage() {}
 
 func (x *MachineCandidate) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[2]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -287,7 +400,7 @@ func (x *MachineCandidate) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MachineCandidate.ProtoReflect.Descriptor instead.
 func (*MachineCandidate) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{2}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *MachineCandidate) GetHost() string {
@@ -367,7 +480,7 @@ type MachineStep struct {
 
 func (x *MachineStep) Reset() {
 	*x = MachineStep{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[3]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -379,7 +492,7 @@ func (x *MachineStep) String() string {
 func (*MachineStep) ProtoMessage() {}
 
 func (x *MachineStep) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[3]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -392,7 +505,7 @@ func (x *MachineStep) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MachineStep.ProtoReflect.Descriptor instead.
 func (*MachineStep) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{3}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *MachineStep) GetName() string {
@@ -449,7 +562,7 @@ type MachineRejection struct {
 
 func (x *MachineRejection) Reset() {
 	*x = MachineRejection{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[4]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -461,7 +574,7 @@ func (x *MachineRejection) String() string {
 func (*MachineRejection) ProtoMessage() {}
 
 func (x *MachineRejection) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[4]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -474,7 +587,7 @@ func (x *MachineRejection) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MachineRejection.ProtoReflect.Descriptor instead.
 func (*MachineRejection) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{4}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *MachineRejection) GetHost() string {
@@ -515,7 +628,7 @@ type MachineStartRequest struct {
 
 func (x *MachineStartRequest) Reset() {
 	*x = MachineStartRequest{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[5]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -527,7 +640,7 @@ func (x *MachineStartRequest) String() string {
 func (*MachineStartRequest) ProtoMessage() {}
 
 func (x *MachineStartRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[5]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -540,7 +653,7 @@ func (x *MachineStartRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MachineStartRequest.ProtoReflect.Descriptor instead.
 func (*MachineStartRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{5}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *MachineStartRequest) GetPlan() *MachinePlanRequest {
@@ -569,19 +682,21 @@ type MachineProgress struct {
 	BytesTotal    uint64                 `protobuf:"varint,7,opt,name=bytes_total,json=bytesTotal,proto3" json:"bytes_total,omitempty"` // 0: unknown
 	Gpu           string                 `protobuf:"bytes,8,opt,name=gpu,proto3" json:"gpu,omitempty"`                                  // the candidate that is being tried
 	Message       string                 `protobuf:"bytes,9,opt,name=message,proto3" json:"message,omitempty"`
-	End           string                 `protobuf:"bytes,10,opt,name=end,proto3" json:"end,omitempty"`                               // done, rolled_back, held or failed; empty: it is running
+	End           string                 `protobuf:"bytes,10,opt,name=end,proto3" json:"end,omitempty"`                               // done, rolled_back, held, waiting or failed; empty: it is running
 	StoppedNs     int64                  `protobuf:"varint,11,opt,name=stopped_ns,json=stoppedNs,proto3" json:"stopped_ns,omitempty"` // downtime; set at the end
 	TookNs        int64                  `protobuf:"varint,12,opt,name=took_ns,json=tookNs,proto3" json:"took_ns,omitempty"`          // time since the beginning
 	PredictedNs   int64                  `protobuf:"varint,13,opt,name=predicted_ns,json=predictedNs,proto3" json:"predicted_ns,omitempty"`
-	Refused       *MachinePlanResponse   `protobuf:"bytes,14,opt,name=refused,proto3" json:"refused,omitempty"` // why it was not started
-	Next          string                 `protobuf:"bytes,15,opt,name=next,proto3" json:"next,omitempty"`       // what to do next, if it is held; also in message
+	Refused       *MachinePlanResponse   `protobuf:"bytes,14,opt,name=refused,proto3" json:"refused,omitempty"`                            // why it was not started
+	Next          string                 `protobuf:"bytes,15,opt,name=next,proto3" json:"next,omitempty"`                                  // what to do next, if it is held; also in message
+	Lost          []*LostSession         `protobuf:"bytes,60,rep,name=lost,proto3" json:"lost,omitempty"`                                  // sessions of the VM that were lost on the way
+	LostUnknown   string                 `protobuf:"bytes,61,opt,name=lost_unknown,json=lostUnknown,proto3" json:"lost_unknown,omitempty"` // why that could not be asked; empty: it could
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *MachineProgress) Reset() {
 	*x = MachineProgress{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -593,7 +708,7 @@ func (x *MachineProgress) String() string {
 func (*MachineProgress) ProtoMessage() {}
 
 func (x *MachineProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -606,7 +721,7 @@ func (x *MachineProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MachineProgress.ProtoReflect.Descriptor instead.
 func (*MachineProgress) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{6}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *MachineProgress) GetId() string {
@@ -714,6 +829,20 @@ func (x *MachineProgress) GetNext() string {
 	return ""
 }
 
+func (x *MachineProgress) GetLost() []*LostSession {
+	if x != nil {
+		return x.Lost
+	}
+	return nil
+}
+
+func (x *MachineProgress) GetLostUnknown() string {
+	if x != nil {
+		return x.LostUnknown
+	}
+	return ""
+}
+
 type MachineWatchRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
@@ -723,7 +852,7 @@ type MachineWatchRequest struct {
 
 func (x *MachineWatchRequest) Reset() {
 	*x = MachineWatchRequest{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -735,7 +864,7 @@ func (x *MachineWatchRequest) String() string {
 func (*MachineWatchRequest) ProtoMessage() {}
 
 func (x *MachineWatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -748,7 +877,7 @@ func (x *MachineWatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MachineWatchRequest.ProtoReflect.Descriptor instead.
 func (*MachineWatchRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{7}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *MachineWatchRequest) GetId() string {
@@ -767,7 +896,7 @@ type MachineAbortRequest struct {
 
 func (x *MachineAbortRequest) Reset() {
 	*x = MachineAbortRequest{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -779,7 +908,7 @@ func (x *MachineAbortRequest) String() string {
 func (*MachineAbortRequest) ProtoMessage() {}
 
 func (x *MachineAbortRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -792,7 +921,7 @@ func (x *MachineAbortRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MachineAbortRequest.ProtoReflect.Descriptor instead.
 func (*MachineAbortRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{8}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *MachineAbortRequest) GetId() string {
@@ -811,7 +940,7 @@ type MachineAbortResponse struct {
 
 func (x *MachineAbortResponse) Reset() {
 	*x = MachineAbortResponse{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -823,7 +952,7 @@ func (x *MachineAbortResponse) String() string {
 func (*MachineAbortResponse) ProtoMessage() {}
 
 func (x *MachineAbortResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -836,7 +965,7 @@ func (x *MachineAbortResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MachineAbortResponse.ProtoReflect.Descriptor instead.
 func (*MachineAbortResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{9}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *MachineAbortResponse) GetMessage() string {
@@ -858,7 +987,7 @@ type MachineResumeRequest struct {
 
 func (x *MachineResumeRequest) Reset() {
 	*x = MachineResumeRequest{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -870,7 +999,7 @@ func (x *MachineResumeRequest) String() string {
 func (*MachineResumeRequest) ProtoMessage() {}
 
 func (x *MachineResumeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -883,7 +1012,7 @@ func (x *MachineResumeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MachineResumeRequest.ProtoReflect.Descriptor instead.
 func (*MachineResumeRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{10}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *MachineResumeRequest) GetId() string {
@@ -909,7 +1038,7 @@ type MachineResumeResponse struct {
 
 func (x *MachineResumeResponse) Reset() {
 	*x = MachineResumeResponse{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -921,7 +1050,7 @@ func (x *MachineResumeResponse) String() string {
 func (*MachineResumeResponse) ProtoMessage() {}
 
 func (x *MachineResumeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -934,7 +1063,7 @@ func (x *MachineResumeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MachineResumeResponse.ProtoReflect.Descriptor instead.
 func (*MachineResumeResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{11}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *MachineResumeResponse) GetMessage() string {
@@ -942,6 +1071,869 @@ func (x *MachineResumeResponse) GetMessage() string {
 		return x.Message
 	}
 	return ""
+}
+
+type MachineRehearseRequest struct {
+	state           protoimpl.MessageState `protogen:"open.v1"`
+	Machine         string                 `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`                                           // VM, by name or UUID
+	Host            string                 `protobuf:"bytes,2,opt,name=host,proto3" json:"host,omitempty"`                                                 // host of the VM; empty: it is searched
+	FreezeTimeoutMs int64                  `protobuf:"varint,3,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"` // how long running kernels may take to end; 0: two minutes
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *MachineRehearseRequest) Reset() {
+	*x = MachineRehearseRequest{}
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MachineRehearseRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MachineRehearseRequest) ProtoMessage() {}
+
+func (x *MachineRehearseRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MachineRehearseRequest.ProtoReflect.Descriptor instead.
+func (*MachineRehearseRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *MachineRehearseRequest) GetMachine() string {
+	if x != nil {
+		return x.Machine
+	}
+	return ""
+}
+
+func (x *MachineRehearseRequest) GetHost() string {
+	if x != nil {
+		return x.Host
+	}
+	return ""
+}
+
+func (x *MachineRehearseRequest) GetFreezeTimeoutMs() int64 {
+	if x != nil {
+		return x.FreezeTimeoutMs
+	}
+	return 0
+}
+
+type SiteLostResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Lost          []*LostSession         `protobuf:"bytes,1,rep,name=lost,proto3" json:"lost,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SiteLostResponse) Reset() {
+	*x = SiteLostResponse{}
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SiteLostResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SiteLostResponse) ProtoMessage() {}
+
+func (x *SiteLostResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SiteLostResponse.ProtoReflect.Descriptor instead.
+func (*SiteLostResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *SiteLostResponse) GetLost() []*LostSession {
+	if x != nil {
+		return x.Lost
+	}
+	return nil
+}
+
+// SiteParts are a VM's parts of mediated GPUs.
+type SiteParts struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Machine       *SiteMachine           `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
+	Parts         []*SitePart            `protobuf:"bytes,2,rep,name=parts,proto3" json:"parts,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SiteParts) Reset() {
+	*x = SiteParts{}
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SiteParts) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SiteParts) ProtoMessage() {}
+
+func (x *SiteParts) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SiteParts.ProtoReflect.Descriptor instead.
+func (*SiteParts) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *SiteParts) GetMachine() *SiteMachine {
+	if x != nil {
+		return x.Machine
+	}
+	return nil
+}
+
+func (x *SiteParts) GetParts() []*SitePart {
+	if x != nil {
+		return x.Parts
+	}
+	return nil
+}
+
+// SitePart is a part of a mediated GPU.
+type SitePart struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Slot          uint32                 `protobuf:"varint,1,opt,name=slot,proto3" json:"slot,omitempty"`     // on PCI bus 0 of the VM; it identifies the part
+	Memory        uint64                 `protobuf:"varint,2,opt,name=memory,proto3" json:"memory,omitempty"` // bytes
+	Channels      uint32                 `protobuf:"varint,3,opt,name=channels,proto3" json:"channels,omitempty"`
+	Weight        uint32                 `protobuf:"varint,4,opt,name=weight,proto3" json:"weight,omitempty"`
+	Mode          string                 `protobuf:"bytes,5,opt,name=mode,proto3" json:"mode,omitempty"`     // how its page tables are kept
+	Config        []byte                 `protobuf:"bytes,6,opt,name=config,proto3" json:"config,omitempty"` // configuration space of the function
+	Gpu           string                 `protobuf:"bytes,7,opt,name=gpu,proto3" json:"gpu,omitempty"`       // id
+	Lost          bool                   `protobuf:"varint,8,opt,name=lost,proto3" json:"lost,omitempty"`    // the VM has run on this host without it: nobody may have contents from before
+	Anew          bool                   `protobuf:"varint,9,opt,name=anew,proto3" json:"anew,omitempty"`    // the VM is started anew: it gets an empty one
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SitePart) Reset() {
+	*x = SitePart{}
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SitePart) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SitePart) ProtoMessage() {}
+
+func (x *SitePart) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SitePart.ProtoReflect.Descriptor instead.
+func (*SitePart) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *SitePart) GetSlot() uint32 {
+	if x != nil {
+		return x.Slot
+	}
+	return 0
+}
+
+func (x *SitePart) GetMemory() uint64 {
+	if x != nil {
+		return x.Memory
+	}
+	return 0
+}
+
+func (x *SitePart) GetChannels() uint32 {
+	if x != nil {
+		return x.Channels
+	}
+	return 0
+}
+
+func (x *SitePart) GetWeight() uint32 {
+	if x != nil {
+		return x.Weight
+	}
+	return 0
+}
+
+func (x *SitePart) GetMode() string {
+	if x != nil {
+		return x.Mode
+	}
+	return ""
+}
+
+func (x *SitePart) GetConfig() []byte {
+	if x != nil {
+		return x.Config
+	}
+	return nil
+}
+
+func (x *SitePart) GetGpu() string {
+	if x != nil {
+		return x.Gpu
+	}
+	return ""
+}
+
+func (x *SitePart) GetLost() bool {
+	if x != nil {
+		return x.Lost
+	}
+	return false
+}
+
+func (x *SitePart) GetAnew() bool {
+	if x != nil {
+		return x.Anew
+	}
+	return false
+}
+
+type SitePartsRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Machine       *SiteMachine           `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
+	Other         string                 `protobuf:"bytes,2,opt,name=other,proto3" json:"other,omitempty"` // host that may have the contents
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SitePartsRequest) Reset() {
+	*x = SitePartsRequest{}
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SitePartsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SitePartsRequest) ProtoMessage() {}
+
+func (x *SitePartsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SitePartsRequest.ProtoReflect.Descriptor instead.
+func (*SitePartsRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *SitePartsRequest) GetMachine() *SiteMachine {
+	if x != nil {
+		return x.Machine
+	}
+	return nil
+}
+
+func (x *SitePartsRequest) GetOther() string {
+	if x != nil {
+		return x.Other
+	}
+	return ""
+}
+
+type SitePartRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Machine       *SiteMachine           `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
+	Slot          uint32                 `protobuf:"varint,2,opt,name=slot,proto3" json:"slot,omitempty"`
+	Seal          string                 `protobuf:"bytes,3,opt,name=seal,proto3" json:"seal,omitempty"` // for GivePart: of the contents that the caller has
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SitePartRequest) Reset() {
+	*x = SitePartRequest{}
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SitePartRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SitePartRequest) ProtoMessage() {}
+
+func (x *SitePartRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SitePartRequest.ProtoReflect.Descriptor instead.
+func (*SitePartRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *SitePartRequest) GetMachine() *SiteMachine {
+	if x != nil {
+		return x.Machine
+	}
+	return nil
+}
+
+func (x *SitePartRequest) GetSlot() uint32 {
+	if x != nil {
+		return x.Slot
+	}
+	return 0
+}
+
+func (x *SitePartRequest) GetSeal() string {
+	if x != nil {
+		return x.Seal
+	}
+	return ""
+}
+
+type SitePartChunk struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Data          []byte                 `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SitePartChunk) Reset() {
+	*x = SitePartChunk{}
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SitePartChunk) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SitePartChunk) ProtoMessage() {}
+
+func (x *SitePartChunk) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SitePartChunk.ProtoReflect.Descriptor instead.
+func (*SitePartChunk) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *SitePartChunk) GetData() []byte {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
+// SitePartRoom is a mediated GPU that has free parts.
+type SitePartRoom struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Gpu           string                 `protobuf:"bytes,1,opt,name=gpu,proto3" json:"gpu,omitempty"`        // id
+	Memory        uint64                 `protobuf:"varint,2,opt,name=memory,proto3" json:"memory,omitempty"` // bytes of a part
+	Channels      uint32                 `protobuf:"varint,3,opt,name=channels,proto3" json:"channels,omitempty"`
+	Free          uint32                 `protobuf:"varint,4,opt,name=free,proto3" json:"free,omitempty"` // parts
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SitePartRoom) Reset() {
+	*x = SitePartRoom{}
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SitePartRoom) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SitePartRoom) ProtoMessage() {}
+
+func (x *SitePartRoom) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SitePartRoom.ProtoReflect.Descriptor instead.
+func (*SitePartRoom) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *SitePartRoom) GetGpu() string {
+	if x != nil {
+		return x.Gpu
+	}
+	return ""
+}
+
+func (x *SitePartRoom) GetMemory() uint64 {
+	if x != nil {
+		return x.Memory
+	}
+	return 0
+}
+
+func (x *SitePartRoom) GetChannels() uint32 {
+	if x != nil {
+		return x.Channels
+	}
+	return 0
+}
+
+func (x *SitePartRoom) GetFree() uint32 {
+	if x != nil {
+		return x.Free
+	}
+	return 0
+}
+
+type SiteReachRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Uuid          string                 `protobuf:"bytes,1,opt,name=uuid,proto3" json:"uuid,omitempty"`
+	Addresses     []string               `protobuf:"bytes,2,rep,name=addresses,proto3" json:"addresses,omitempty"` // HOST:PORT
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SiteReachRequest) Reset() {
+	*x = SiteReachRequest{}
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SiteReachRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SiteReachRequest) ProtoMessage() {}
+
+func (x *SiteReachRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SiteReachRequest.ProtoReflect.Descriptor instead.
+func (*SiteReachRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *SiteReachRequest) GetUuid() string {
+	if x != nil {
+		return x.Uuid
+	}
+	return ""
+}
+
+func (x *SiteReachRequest) GetAddresses() []string {
+	if x != nil {
+		return x.Addresses
+	}
+	return nil
+}
+
+type SiteLendRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Machine       *SiteMachine           `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
+	Gpu           string                 `protobuf:"bytes,2,opt,name=gpu,proto3" json:"gpu,omitempty"` // id
+	Claim         string                 `protobuf:"bytes,3,opt,name=claim,proto3" json:"claim,omitempty"`
+	MinMemory     uint64                 `protobuf:"varint,4,opt,name=min_memory,json=minMemory,proto3" json:"min_memory,omitempty"` // bytes of it, for a lasting claim; 0: the whole GPU
+	Persistent    bool                   `protobuf:"varint,5,opt,name=persistent,proto3" json:"persistent,omitempty"`                // a lasting claim outlives the VM's stops
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SiteLendRequest) Reset() {
+	*x = SiteLendRequest{}
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SiteLendRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SiteLendRequest) ProtoMessage() {}
+
+func (x *SiteLendRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SiteLendRequest.ProtoReflect.Descriptor instead.
+func (*SiteLendRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *SiteLendRequest) GetMachine() *SiteMachine {
+	if x != nil {
+		return x.Machine
+	}
+	return nil
+}
+
+func (x *SiteLendRequest) GetGpu() string {
+	if x != nil {
+		return x.Gpu
+	}
+	return ""
+}
+
+func (x *SiteLendRequest) GetClaim() string {
+	if x != nil {
+		return x.Claim
+	}
+	return ""
+}
+
+func (x *SiteLendRequest) GetMinMemory() uint64 {
+	if x != nil {
+		return x.MinMemory
+	}
+	return 0
+}
+
+func (x *SiteLendRequest) GetPersistent() bool {
+	if x != nil {
+		return x.Persistent
+	}
+	return false
+}
+
+type SiteLeaseRequest struct {
+	state             protoimpl.MessageState `protogen:"open.v1"`
+	Machine           *SiteMachine           `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
+	Gpu               string                 `protobuf:"bytes,2,opt,name=gpu,proto3" json:"gpu,omitempty"` // id
+	Claim             string                 `protobuf:"bytes,3,opt,name=claim,proto3" json:"claim,omitempty"`
+	Lease             string                 `protobuf:"bytes,4,opt,name=lease,proto3" json:"lease,omitempty"`                                                  // name that the caller has chosen
+	CertificateSha256 []byte                 `protobuf:"bytes,5,opt,name=certificate_sha256,json=certificateSha256,proto3" json:"certificate_sha256,omitempty"` // SHA-256 of the carrier's certificate (DER)
+	OutageMs          int64                  `protobuf:"varint,6,opt,name=outage_ms,json=outageMs,proto3" json:"outage_ms,omitempty"`                           // how long its connection may be broken
+	Device            *VirtualDevice         `protobuf:"bytes,7,opt,name=device,proto3" json:"device,omitempty"`                                                // what the application sees
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
+}
+
+func (x *SiteLeaseRequest) Reset() {
+	*x = SiteLeaseRequest{}
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SiteLeaseRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SiteLeaseRequest) ProtoMessage() {}
+
+func (x *SiteLeaseRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SiteLeaseRequest.ProtoReflect.Descriptor instead.
+func (*SiteLeaseRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *SiteLeaseRequest) GetMachine() *SiteMachine {
+	if x != nil {
+		return x.Machine
+	}
+	return nil
+}
+
+func (x *SiteLeaseRequest) GetGpu() string {
+	if x != nil {
+		return x.Gpu
+	}
+	return ""
+}
+
+func (x *SiteLeaseRequest) GetClaim() string {
+	if x != nil {
+		return x.Claim
+	}
+	return ""
+}
+
+func (x *SiteLeaseRequest) GetLease() string {
+	if x != nil {
+		return x.Lease
+	}
+	return ""
+}
+
+func (x *SiteLeaseRequest) GetCertificateSha256() []byte {
+	if x != nil {
+		return x.CertificateSha256
+	}
+	return nil
+}
+
+func (x *SiteLeaseRequest) GetOutageMs() int64 {
+	if x != nil {
+		return x.OutageMs
+	}
+	return 0
+}
+
+func (x *SiteLeaseRequest) GetDevice() *VirtualDevice {
+	if x != nil {
+		return x.Device
+	}
+	return nil
+}
+
+type SiteLeaseResponse struct {
+	state             protoimpl.MessageState `protogen:"open.v1"`
+	Addresses         []string               `protobuf:"bytes,1,rep,name=addresses,proto3" json:"addresses,omitempty"` // HOST:PORT, tried in order
+	Token             []byte                 `protobuf:"bytes,2,opt,name=token,proto3" json:"token,omitempty"`
+	CertificateSha256 []byte                 `protobuf:"bytes,3,opt,name=certificate_sha256,json=certificateSha256,proto3" json:"certificate_sha256,omitempty"` // SHA-256 of the far executor's certificate (DER)
+	Limits            *Limits                `protobuf:"bytes,4,opt,name=limits,proto3" json:"limits,omitempty"`
+	Model             string                 `protobuf:"bytes,5,opt,name=model,proto3" json:"model,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
+}
+
+func (x *SiteLeaseResponse) Reset() {
+	*x = SiteLeaseResponse{}
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SiteLeaseResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SiteLeaseResponse) ProtoMessage() {}
+
+func (x *SiteLeaseResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SiteLeaseResponse.ProtoReflect.Descriptor instead.
+func (*SiteLeaseResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *SiteLeaseResponse) GetAddresses() []string {
+	if x != nil {
+		return x.Addresses
+	}
+	return nil
+}
+
+func (x *SiteLeaseResponse) GetToken() []byte {
+	if x != nil {
+		return x.Token
+	}
+	return nil
+}
+
+func (x *SiteLeaseResponse) GetCertificateSha256() []byte {
+	if x != nil {
+		return x.CertificateSha256
+	}
+	return nil
+}
+
+func (x *SiteLeaseResponse) GetLimits() *Limits {
+	if x != nil {
+		return x.Limits
+	}
+	return nil
+}
+
+func (x *SiteLeaseResponse) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+type SiteSwapRequest struct {
+	state           protoimpl.MessageState `protogen:"open.v1"`
+	Machine         *SiteMachine           `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
+	Gpu             string                 `protobuf:"bytes,2,opt,name=gpu,proto3" json:"gpu,omitempty"` // id
+	Claim           string                 `protobuf:"bytes,3,opt,name=claim,proto3" json:"claim,omitempty"`
+	Sessions        []string               `protobuf:"bytes,4,rep,name=sessions,proto3" json:"sessions,omitempty"`
+	FreezeTimeoutMs int64                  `protobuf:"varint,5,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"` // 0: two minutes
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *SiteSwapRequest) Reset() {
+	*x = SiteSwapRequest{}
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SiteSwapRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SiteSwapRequest) ProtoMessage() {}
+
+func (x *SiteSwapRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SiteSwapRequest.ProtoReflect.Descriptor instead.
+func (*SiteSwapRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *SiteSwapRequest) GetMachine() *SiteMachine {
+	if x != nil {
+		return x.Machine
+	}
+	return nil
+}
+
+func (x *SiteSwapRequest) GetGpu() string {
+	if x != nil {
+		return x.Gpu
+	}
+	return ""
+}
+
+func (x *SiteSwapRequest) GetClaim() string {
+	if x != nil {
+		return x.Claim
+	}
+	return ""
+}
+
+func (x *SiteSwapRequest) GetSessions() []string {
+	if x != nil {
+		return x.Sessions
+	}
+	return nil
+}
+
+func (x *SiteSwapRequest) GetFreezeTimeoutMs() int64 {
+	if x != nil {
+		return x.FreezeTimeoutMs
+	}
+	return 0
 }
 
 type SiteMachine struct {
@@ -956,7 +1948,7 @@ type SiteMachine struct {
 
 func (x *SiteMachine) Reset() {
 	*x = SiteMachine{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -968,7 +1960,7 @@ func (x *SiteMachine) String() string {
 func (*SiteMachine) ProtoMessage() {}
 
 func (x *SiteMachine) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -981,7 +1973,7 @@ func (x *SiteMachine) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteMachine.ProtoReflect.Descriptor instead.
 func (*SiteMachine) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{12}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *SiteMachine) GetUuid() string {
@@ -1021,7 +2013,7 @@ type SitePrepareResponse struct {
 
 func (x *SitePrepareResponse) Reset() {
 	*x = SitePrepareResponse{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1033,7 +2025,7 @@ func (x *SitePrepareResponse) String() string {
 func (*SitePrepareResponse) ProtoMessage() {}
 
 func (x *SitePrepareResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1046,7 +2038,7 @@ func (x *SitePrepareResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SitePrepareResponse.ProtoReflect.Descriptor instead.
 func (*SitePrepareResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{13}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *SitePrepareResponse) GetId() *PCIIdentity {
@@ -1066,7 +2058,7 @@ type SiteExpectRequest struct {
 
 func (x *SiteExpectRequest) Reset() {
 	*x = SiteExpectRequest{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1078,7 +2070,7 @@ func (x *SiteExpectRequest) String() string {
 func (*SiteExpectRequest) ProtoMessage() {}
 
 func (x *SiteExpectRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1091,7 +2083,7 @@ func (x *SiteExpectRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteExpectRequest.ProtoReflect.Descriptor instead.
 func (*SiteExpectRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{14}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *SiteExpectRequest) GetMachine() *SiteMachine {
@@ -1116,7 +2108,7 @@ type SiteDone struct {
 
 func (x *SiteDone) Reset() {
 	*x = SiteDone{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1128,7 +2120,7 @@ func (x *SiteDone) String() string {
 func (*SiteDone) ProtoMessage() {}
 
 func (x *SiteDone) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1141,7 +2133,51 @@ func (x *SiteDone) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteDone.ProtoReflect.Descriptor instead.
 func (*SiteDone) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{15}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{29}
+}
+
+type SiteDetachResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	GuestAddress  string                 `protobuf:"bytes,1,opt,name=guest_address,json=guestAddress,proto3" json:"guest_address,omitempty"` // where the card was in the VM; empty: unknown
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SiteDetachResponse) Reset() {
+	*x = SiteDetachResponse{}
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[30]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SiteDetachResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SiteDetachResponse) ProtoMessage() {}
+
+func (x *SiteDetachResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[30]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SiteDetachResponse.ProtoReflect.Descriptor instead.
+func (*SiteDetachResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{30}
+}
+
+func (x *SiteDetachResponse) GetGuestAddress() string {
+	if x != nil {
+		return x.GuestAddress
+	}
+	return ""
 }
 
 // SiteDefinition is a VM's stored definition, without its cards.
@@ -1155,7 +2191,7 @@ type SiteDefinition struct {
 
 func (x *SiteDefinition) Reset() {
 	*x = SiteDefinition{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1167,7 +2203,7 @@ func (x *SiteDefinition) String() string {
 func (*SiteDefinition) ProtoMessage() {}
 
 func (x *SiteDefinition) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1180,7 +2216,7 @@ func (x *SiteDefinition) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteDefinition.ProtoReflect.Descriptor instead.
 func (*SiteDefinition) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{16}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *SiteDefinition) GetMachine() *SiteMachine {
@@ -1199,14 +2235,15 @@ func (x *SiteDefinition) GetXml() string {
 
 type SiteWhereResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Presence      string                 `protobuf:"bytes,1,opt,name=presence,proto3" json:"presence,omitempty"`
+	Presence      string                 `protobuf:"bytes,1,opt,name=presence,proto3" json:"presence,omitempty"` // absent, running, moving or stopped
+	Kept          bool                   `protobuf:"varint,80,opt,name=kept,proto3" json:"kept,omitempty"`       // with moving: libvirt has paused it for a migration that is over, and does not let it go on
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SiteWhereResponse) Reset() {
 	*x = SiteWhereResponse{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1218,7 +2255,7 @@ func (x *SiteWhereResponse) String() string {
 func (*SiteWhereResponse) ProtoMessage() {}
 
 func (x *SiteWhereResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1231,7 +2268,7 @@ func (x *SiteWhereResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteWhereResponse.ProtoReflect.Descriptor instead.
 func (*SiteWhereResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{17}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *SiteWhereResponse) GetPresence() string {
@@ -1241,19 +2278,27 @@ func (x *SiteWhereResponse) GetPresence() string {
 	return ""
 }
 
+func (x *SiteWhereResponse) GetKept() bool {
+	if x != nil {
+		return x.Kept
+	}
+	return false
+}
+
 type SiteCardRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Machine       *SiteMachine           `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
-	Gpu           string                 `protobuf:"bytes,2,opt,name=gpu,proto3" json:"gpu,omitempty"`        // id
-	Claim         string                 `protobuf:"bytes,3,opt,name=claim,proto3" json:"claim,omitempty"`    // for Reserve and Prepare
-	Stored        bool                   `protobuf:"varint,4,opt,name=stored,proto3" json:"stored,omitempty"` // for Attach: the VM's stored definition gets it, too
+	Gpu           string                 `protobuf:"bytes,2,opt,name=gpu,proto3" json:"gpu,omitempty"`                                       // id
+	Claim         string                 `protobuf:"bytes,3,opt,name=claim,proto3" json:"claim,omitempty"`                                   // for Reserve and Prepare
+	Stored        bool                   `protobuf:"varint,4,opt,name=stored,proto3" json:"stored,omitempty"`                                // for Attach: the VM's stored definition gets it, too
+	GuestAddress  string                 `protobuf:"bytes,5,opt,name=guest_address,json=guestAddress,proto3" json:"guest_address,omitempty"` // for Attach: where it goes in the VM, if the hypervisor can be told; empty: anywhere
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SiteCardRequest) Reset() {
 	*x = SiteCardRequest{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1265,7 +2310,7 @@ func (x *SiteCardRequest) String() string {
 func (*SiteCardRequest) ProtoMessage() {}
 
 func (x *SiteCardRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1278,7 +2323,7 @@ func (x *SiteCardRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteCardRequest.ProtoReflect.Descriptor instead.
 func (*SiteCardRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{18}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *SiteCardRequest) GetMachine() *SiteMachine {
@@ -1309,6 +2354,13 @@ func (x *SiteCardRequest) GetStored() bool {
 	return false
 }
 
+func (x *SiteCardRequest) GetGuestAddress() string {
+	if x != nil {
+		return x.GuestAddress
+	}
+	return ""
+}
+
 type SiteMoveRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Machine       *SiteMachine           `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
@@ -1319,7 +2371,7 @@ type SiteMoveRequest struct {
 
 func (x *SiteMoveRequest) Reset() {
 	*x = SiteMoveRequest{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1331,7 +2383,7 @@ func (x *SiteMoveRequest) String() string {
 func (*SiteMoveRequest) ProtoMessage() {}
 
 func (x *SiteMoveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1344,7 +2396,7 @@ func (x *SiteMoveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteMoveRequest.ProtoReflect.Descriptor instead.
 func (*SiteMoveRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{19}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *SiteMoveRequest) GetMachine() *SiteMachine {
@@ -1365,14 +2417,15 @@ type SiteProgress struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Done          uint64                 `protobuf:"varint,1,opt,name=done,proto3" json:"done,omitempty"`
 	Total         uint64                 `protobuf:"varint,2,opt,name=total,proto3" json:"total,omitempty"`
-	Message       string                 `protobuf:"bytes,3,opt,name=message,proto3" json:"message,omitempty"` // what the step waits for
+	Message       string                 `protobuf:"bytes,3,opt,name=message,proto3" json:"message,omitempty"`                       // what the step waits for
+	StoppedNs     int64                  `protobuf:"varint,4,opt,name=stopped_ns,json=stoppedNs,proto3" json:"stopped_ns,omitempty"` // longest downtime of a session in this step so far
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SiteProgress) Reset() {
 	*x = SiteProgress{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[20]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1384,7 +2437,7 @@ func (x *SiteProgress) String() string {
 func (*SiteProgress) ProtoMessage() {}
 
 func (x *SiteProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[20]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1397,7 +2450,7 @@ func (x *SiteProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteProgress.ProtoReflect.Descriptor instead.
 func (*SiteProgress) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{20}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *SiteProgress) GetDone() uint64 {
@@ -1421,6 +2474,13 @@ func (x *SiteProgress) GetMessage() string {
 	return ""
 }
 
+func (x *SiteProgress) GetStoppedNs() int64 {
+	if x != nil {
+		return x.StoppedNs
+	}
+	return 0
+}
+
 type SiteSessionsResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Sessions      []string               `protobuf:"bytes,1,rep,name=sessions,proto3" json:"sessions,omitempty"`
@@ -1433,7 +2493,7 @@ type SiteSessionsResponse struct {
 
 func (x *SiteSessionsResponse) Reset() {
 	*x = SiteSessionsResponse{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[21]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1445,7 +2505,7 @@ func (x *SiteSessionsResponse) String() string {
 func (*SiteSessionsResponse) ProtoMessage() {}
 
 func (x *SiteSessionsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[21]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1458,7 +2518,7 @@ func (x *SiteSessionsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteSessionsResponse.ProtoReflect.Descriptor instead.
 func (*SiteSessionsResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{21}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *SiteSessionsResponse) GetSessions() []string {
@@ -1492,18 +2552,18 @@ func (x *SiteSessionsResponse) GetRefused() []*AdoptRefusal {
 type SiteSessionsRequest struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	Machine         *SiteMachine           `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
-	Gpu             string                 `protobuf:"bytes,2,opt,name=gpu,proto3" json:"gpu,omitempty"` // for Thaw
+	Gpu             string                 `protobuf:"bytes,2,opt,name=gpu,proto3" json:"gpu,omitempty"` // for Thaw and Home
 	Sessions        []string               `protobuf:"bytes,3,rep,name=sessions,proto3" json:"sessions,omitempty"`
 	Away            []string               `protobuf:"bytes,4,rep,name=away,proto3" json:"away,omitempty"`                                                 // for Freeze: those whose state leaves the VM
 	To              string                 `protobuf:"bytes,5,opt,name=to,proto3" json:"to,omitempty"`                                                     // for Freeze and Deposit: the other host that keeps the state
-	FreezeTimeoutMs int64                  `protobuf:"varint,6,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"` // for Freeze; 0: two minutes
+	FreezeTimeoutMs int64                  `protobuf:"varint,6,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"` // for Freeze and Home; 0: two minutes
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
 
 func (x *SiteSessionsRequest) Reset() {
 	*x = SiteSessionsRequest{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[22]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1515,7 +2575,7 @@ func (x *SiteSessionsRequest) String() string {
 func (*SiteSessionsRequest) ProtoMessage() {}
 
 func (x *SiteSessionsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[22]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1528,7 +2588,7 @@ func (x *SiteSessionsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteSessionsRequest.ProtoReflect.Descriptor instead.
 func (*SiteSessionsRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{22}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *SiteSessionsRequest) GetMachine() *SiteMachine {
@@ -1586,7 +2646,7 @@ type SiteKeepRequest struct {
 
 func (x *SiteKeepRequest) Reset() {
 	*x = SiteKeepRequest{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[23]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1598,7 +2658,7 @@ func (x *SiteKeepRequest) String() string {
 func (*SiteKeepRequest) ProtoMessage() {}
 
 func (x *SiteKeepRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[23]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1611,7 +2671,7 @@ func (x *SiteKeepRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteKeepRequest.ProtoReflect.Descriptor instead.
 func (*SiteKeepRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{23}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *SiteKeepRequest) GetMachine() *SiteMachine {
@@ -1667,14 +2727,17 @@ type SiteMachineFacts struct {
 	Sessions      []*SiteSession         `protobuf:"bytes,14,rep,name=sessions,proto3" json:"sessions,omitempty"`
 	Stored        bool                   `protobuf:"varint,15,opt,name=stored,proto3" json:"stored,omitempty"`         // the stored definition contains its GPU
 	Persistent    bool                   `protobuf:"varint,16,opt,name=persistent,proto3" json:"persistent,omitempty"` // it has a stored definition
+	Parts         []*SitePart            `protobuf:"bytes,50,rep,name=parts,proto3" json:"parts,omitempty"`            // of mediated GPUs
 	Refused       []*AdoptRefusal        `protobuf:"bytes,40,rep,name=refused,proto3" json:"refused,omitempty"`        // CUDA programs that can't be moved
+	Unlocked      []string               `protobuf:"bytes,80,rep,name=unlocked,proto3" json:"unlocked,omitempty"`      // files of its disks that libvirt's lock manager should have locked, and has not
+	Serves        string                 `protobuf:"bytes,81,opt,name=serves,proto3" json:"serves,omitempty"`          // why it must stay where it is, as a service VM; empty: it may go
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SiteMachineFacts) Reset() {
 	*x = SiteMachineFacts{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[24]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1686,7 +2749,7 @@ func (x *SiteMachineFacts) String() string {
 func (*SiteMachineFacts) ProtoMessage() {}
 
 func (x *SiteMachineFacts) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[24]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1699,7 +2762,7 @@ func (x *SiteMachineFacts) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteMachineFacts.ProtoReflect.Descriptor instead.
 func (*SiteMachineFacts) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{24}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *SiteMachineFacts) GetUuid() string {
@@ -1814,11 +2877,32 @@ func (x *SiteMachineFacts) GetPersistent() bool {
 	return false
 }
 
+func (x *SiteMachineFacts) GetParts() []*SitePart {
+	if x != nil {
+		return x.Parts
+	}
+	return nil
+}
+
 func (x *SiteMachineFacts) GetRefused() []*AdoptRefusal {
 	if x != nil {
 		return x.Refused
 	}
 	return nil
+}
+
+func (x *SiteMachineFacts) GetUnlocked() []string {
+	if x != nil {
+		return x.Unlocked
+	}
+	return nil
+}
+
+func (x *SiteMachineFacts) GetServes() string {
+	if x != nil {
+		return x.Serves
+	}
+	return ""
 }
 
 type HelloResponseSummary struct {
@@ -1835,7 +2919,7 @@ type HelloResponseSummary struct {
 
 func (x *HelloResponseSummary) Reset() {
 	*x = HelloResponseSummary{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[25]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1847,7 +2931,7 @@ func (x *HelloResponseSummary) String() string {
 func (*HelloResponseSummary) ProtoMessage() {}
 
 func (x *HelloResponseSummary) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[25]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1860,7 +2944,7 @@ func (x *HelloResponseSummary) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HelloResponseSummary.ProtoReflect.Descriptor instead.
 func (*HelloResponseSummary) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{25}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *HelloResponseSummary) GetVersion() string {
@@ -1918,7 +3002,7 @@ type SiteSession struct {
 
 func (x *SiteSession) Reset() {
 	*x = SiteSession{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[26]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1930,7 +3014,7 @@ func (x *SiteSession) String() string {
 func (*SiteSession) ProtoMessage() {}
 
 func (x *SiteSession) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[26]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1943,7 +3027,7 @@ func (x *SiteSession) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteSession.ProtoReflect.Descriptor instead.
 func (*SiteSession) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{26}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *SiteSession) GetId() string {
@@ -1991,7 +3075,7 @@ type SiteDisk struct {
 
 func (x *SiteDisk) Reset() {
 	*x = SiteDisk{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[27]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2003,7 +3087,7 @@ func (x *SiteDisk) String() string {
 func (*SiteDisk) ProtoMessage() {}
 
 func (x *SiteDisk) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[27]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2016,7 +3100,7 @@ func (x *SiteDisk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteDisk.ProtoReflect.Descriptor instead.
 func (*SiteDisk) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{27}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *SiteDisk) GetPath() string {
@@ -2044,7 +3128,7 @@ type SiteHostFactsRequest struct {
 
 func (x *SiteHostFactsRequest) Reset() {
 	*x = SiteHostFactsRequest{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[28]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2056,7 +3140,7 @@ func (x *SiteHostFactsRequest) String() string {
 func (*SiteHostFactsRequest) ProtoMessage() {}
 
 func (x *SiteHostFactsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[28]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2069,7 +3153,7 @@ func (x *SiteHostFactsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteHostFactsRequest.ProtoReflect.Descriptor instead.
 func (*SiteHostFactsRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{28}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *SiteHostFactsRequest) GetDisks() []*SiteDisk {
@@ -2108,7 +3192,7 @@ type SiteCPU struct {
 
 func (x *SiteCPU) Reset() {
 	*x = SiteCPU{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[29]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2120,7 +3204,7 @@ func (x *SiteCPU) String() string {
 func (*SiteCPU) ProtoMessage() {}
 
 func (x *SiteCPU) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[29]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2133,7 +3217,7 @@ func (x *SiteCPU) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteCPU.ProtoReflect.Descriptor instead.
 func (*SiteCPU) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{29}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *SiteCPU) GetXml() string {
@@ -2181,7 +3265,7 @@ type SiteServesRequest struct {
 
 func (x *SiteServesRequest) Reset() {
 	*x = SiteServesRequest{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[30]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2193,7 +3277,7 @@ func (x *SiteServesRequest) String() string {
 func (*SiteServesRequest) ProtoMessage() {}
 
 func (x *SiteServesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[30]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2206,7 +3290,7 @@ func (x *SiteServesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteServesRequest.ProtoReflect.Descriptor instead.
 func (*SiteServesRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{30}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *SiteServesRequest) GetUuid() string {
@@ -2224,24 +3308,26 @@ func (x *SiteServesRequest) GetFunctions() []*PCIIdentity {
 }
 
 type SiteHostFacts struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	Hypervisor    string                 `protobuf:"bytes,2,opt,name=hypervisor,proto3" json:"hypervisor,omitempty"`
-	FreeMemory    uint64                 `protobuf:"varint,3,opt,name=free_memory,json=freeMemory,proto3" json:"free_memory,omitempty"` // bytes that a VM can get
-	Missing       []string               `protobuf:"bytes,4,rep,name=missing,proto3" json:"missing,omitempty"`
-	Link          uint64                 `protobuf:"varint,5,opt,name=link,proto3" json:"link,omitempty"` // bytes per second; 0: unknown
-	Cpu           string                 `protobuf:"bytes,6,opt,name=cpu,proto3" json:"cpu,omitempty"`    // why it cannot provide the VM's processor; empty: it can
-	Cards         []*SiteCard            `protobuf:"bytes,7,rep,name=cards,proto3" json:"cards,omitempty"`
-	Keep          uint64                 `protobuf:"varint,8,opt,name=keep,proto3" json:"keep,omitempty"`                                  // bytes of VMs' GPU states that can be kept
-	Keeps         bool                   `protobuf:"varint,9,opt,name=keeps,proto3" json:"keeps,omitempty"`                                // it is configured to keep any
-	LockManager   string                 `protobuf:"bytes,10,opt,name=lock_manager,json=lockManager,proto3" json:"lock_manager,omitempty"` // libvirt's lock manager, which prevents a VM from running on two hosts; empty: none
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state            protoimpl.MessageState `protogen:"open.v1"`
+	Name             string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	Hypervisor       string                 `protobuf:"bytes,2,opt,name=hypervisor,proto3" json:"hypervisor,omitempty"`
+	FreeMemory       uint64                 `protobuf:"varint,3,opt,name=free_memory,json=freeMemory,proto3" json:"free_memory,omitempty"` // bytes that a VM can get
+	Missing          []string               `protobuf:"bytes,4,rep,name=missing,proto3" json:"missing,omitempty"`
+	Link             uint64                 `protobuf:"varint,5,opt,name=link,proto3" json:"link,omitempty"` // bytes per second; 0: unknown
+	Cpu              string                 `protobuf:"bytes,6,opt,name=cpu,proto3" json:"cpu,omitempty"`    // why it cannot provide the VM's processor; empty: it can
+	Cards            []*SiteCard            `protobuf:"bytes,7,rep,name=cards,proto3" json:"cards,omitempty"`
+	Keep             uint64                 `protobuf:"varint,8,opt,name=keep,proto3" json:"keep,omitempty"`                                                   // bytes of VMs' GPU states that can be kept
+	Keeps            bool                   `protobuf:"varint,9,opt,name=keeps,proto3" json:"keeps,omitempty"`                                                 // it is configured to keep any
+	PartRoom         []*SitePartRoom        `protobuf:"bytes,50,rep,name=part_room,json=partRoom,proto3" json:"part_room,omitempty"`                           // mediated GPUs with free parts
+	LockManager      string                 `protobuf:"bytes,10,opt,name=lock_manager,json=lockManager,proto3" json:"lock_manager,omitempty"`                  // libvirt's lock manager, which prevents a VM from running on two hosts; empty: none
+	LockManagerError string                 `protobuf:"bytes,80,opt,name=lock_manager_error,json=lockManagerError,proto3" json:"lock_manager_error,omitempty"` // why it does not answer; empty: it does
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *SiteHostFacts) Reset() {
 	*x = SiteHostFacts{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[31]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2253,7 +3339,7 @@ func (x *SiteHostFacts) String() string {
 func (*SiteHostFacts) ProtoMessage() {}
 
 func (x *SiteHostFacts) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[31]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2266,7 +3352,7 @@ func (x *SiteHostFacts) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteHostFacts.ProtoReflect.Descriptor instead.
 func (*SiteHostFacts) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{31}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *SiteHostFacts) GetName() string {
@@ -2332,9 +3418,23 @@ func (x *SiteHostFacts) GetKeeps() bool {
 	return false
 }
 
+func (x *SiteHostFacts) GetPartRoom() []*SitePartRoom {
+	if x != nil {
+		return x.PartRoom
+	}
+	return nil
+}
+
 func (x *SiteHostFacts) GetLockManager() string {
 	if x != nil {
 		return x.LockManager
+	}
+	return ""
+}
+
+func (x *SiteHostFacts) GetLockManagerError() string {
+	if x != nil {
+		return x.LockManagerError
 	}
 	return ""
 }
@@ -2352,7 +3452,7 @@ type SiteCard struct {
 
 func (x *SiteCard) Reset() {
 	*x = SiteCard{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[32]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2364,7 +3464,7 @@ func (x *SiteCard) String() string {
 func (*SiteCard) ProtoMessage() {}
 
 func (x *SiteCard) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[32]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2377,7 +3477,7 @@ func (x *SiteCard) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteCard.ProtoReflect.Descriptor instead.
 func (*SiteCard) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{32}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *SiteCard) GetGpu() string {
@@ -2419,7 +3519,7 @@ var File_gpuctl_v1_migrate_proto protoreflect.FileDescriptor
 
 const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\n" +
-	"\x17gpuctl/v1/migrate.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/agent.proto\x1a\x15gpuctl/v1/types.proto\"\xd2\x01\n" +
+	"\x17gpuctl/v1/migrate.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/agent.proto\x1a\x14gpuctl/v1/host.proto\x1a\x15gpuctl/v1/types.proto\"\xfa\x01\n" +
 	"\x12MachinePlanRequest\x12\x18\n" +
 	"\amachine\x18\x01 \x01(\tR\amachine\x12\x12\n" +
 	"\x04host\x18\x02 \x01(\tR\x04host\x12\x12\n" +
@@ -2429,7 +3529,9 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"deadlineMs\x12\x1d\n" +
 	"\n" +
 	"force_cold\x18\x06 \x01(\bR\tforceCold\x12*\n" +
-	"\x11freeze_timeout_ms\x18\a \x01(\x03R\x0ffreezeTimeoutMs\"\xba\x03\n" +
+	"\x11freeze_timeout_ms\x18\a \x01(\x03R\x0ffreezeTimeoutMs\x12\x12\n" +
+	"\x04live\x18\b \x01(\tR\x04live\x12\x12\n" +
+	"\x04wait\x18\t \x01(\bR\x04wait\"\xe6\x03\n" +
 	"\x13MachinePlanResponse\x12\x18\n" +
 	"\amachine\x18\x01 \x01(\tR\amachine\x12\x12\n" +
 	"\x04host\x18\x02 \x01(\tR\x04host\x12\x12\n" +
@@ -2445,7 +3547,15 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\fwarm_reasons\x18\n" +
 	" \x03(\v2\x11.gpuctl.v1.ReasonR\vwarmReasons\x12\x12\n" +
 	"\x04away\x18\v \x01(\x04R\x04away\x12'\n" +
-	"\x05notes\x18\f \x03(\v2\x11.gpuctl.v1.ReasonR\x05notes\"\xb9\x02\n" +
+	"\x05notes\x18\f \x03(\v2\x11.gpuctl.v1.ReasonR\x05notes\x12*\n" +
+	"\x04live\x18\r \x01(\v2\x16.gpuctl.v1.MachineLiveR\x04live\"\xde\x01\n" +
+	"\vMachineLive\x12\x10\n" +
+	"\x03gpu\x18\x01 \x01(\tR\x03gpu\x12\x14\n" +
+	"\x05model\x18\x02 \x01(\tR\x05model\x12\x15\n" +
+	"\x06rtt_ns\x18\x03 \x01(\x03R\x05rttNs\x12+\n" +
+	"\areasons\x18\x04 \x03(\v2\x11.gpuctl.v1.ReasonR\areasons\x127\n" +
+	"\brejected\x18\x05 \x03(\v2\x1b.gpuctl.v1.MachineRejectionR\brejected\x12*\n" +
+	"\x11otherwise_stop_ns\x18\x06 \x01(\x03R\x0fotherwiseStopNs\"\xb9\x02\n" +
 	"\x10MachineCandidate\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12\x10\n" +
 	"\x03gpu\x18\x02 \x01(\tR\x03gpu\x12\x14\n" +
@@ -2472,7 +3582,7 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\areasons\x18\x04 \x03(\v2\x11.gpuctl.v1.ReasonR\areasons\"a\n" +
 	"\x13MachineStartRequest\x121\n" +
 	"\x04plan\x18\x01 \x01(\v2\x1d.gpuctl.v1.MachinePlanRequestR\x04plan\x12\x17\n" +
-	"\ano_wait\x18\x02 \x01(\bR\x06noWait\"\xa5\x03\n" +
+	"\ano_wait\x18\x02 \x01(\bR\x06noWait\"\xf4\x03\n" +
 	"\x0fMachineProgress\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04step\x18\x02 \x01(\tR\x04step\x12\x12\n" +
@@ -2493,7 +3603,9 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\atook_ns\x18\f \x01(\x03R\x06tookNs\x12!\n" +
 	"\fpredicted_ns\x18\r \x01(\x03R\vpredictedNs\x128\n" +
 	"\arefused\x18\x0e \x01(\v2\x1e.gpuctl.v1.MachinePlanResponseR\arefused\x12\x12\n" +
-	"\x04next\x18\x0f \x01(\tR\x04next\"%\n" +
+	"\x04next\x18\x0f \x01(\tR\x04next\x12*\n" +
+	"\x04lost\x18< \x03(\v2\x16.gpuctl.v1.LostSessionR\x04lost\x12!\n" +
+	"\flost_unknown\x18= \x01(\tR\vlostUnknown\"%\n" +
 	"\x13MachineWatchRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\"%\n" +
 	"\x13MachineAbortRequest\x12\x0e\n" +
@@ -2504,7 +3616,72 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1b\n" +
 	"\tabsent_on\x18\x02 \x01(\tR\babsentOn\"1\n" +
 	"\x15MachineResumeResponse\x12\x18\n" +
-	"\amessage\x18\x01 \x01(\tR\amessage\"i\n" +
+	"\amessage\x18\x01 \x01(\tR\amessage\"r\n" +
+	"\x16MachineRehearseRequest\x12\x18\n" +
+	"\amachine\x18\x01 \x01(\tR\amachine\x12\x12\n" +
+	"\x04host\x18\x02 \x01(\tR\x04host\x12*\n" +
+	"\x11freeze_timeout_ms\x18\x03 \x01(\x03R\x0ffreezeTimeoutMs\">\n" +
+	"\x10SiteLostResponse\x12*\n" +
+	"\x04lost\x18\x01 \x03(\v2\x16.gpuctl.v1.LostSessionR\x04lost\"h\n" +
+	"\tSiteParts\x120\n" +
+	"\amachine\x18\x01 \x01(\v2\x16.gpuctl.v1.SiteMachineR\amachine\x12)\n" +
+	"\x05parts\x18\x02 \x03(\v2\x13.gpuctl.v1.SitePartR\x05parts\"\xd0\x01\n" +
+	"\bSitePart\x12\x12\n" +
+	"\x04slot\x18\x01 \x01(\rR\x04slot\x12\x16\n" +
+	"\x06memory\x18\x02 \x01(\x04R\x06memory\x12\x1a\n" +
+	"\bchannels\x18\x03 \x01(\rR\bchannels\x12\x16\n" +
+	"\x06weight\x18\x04 \x01(\rR\x06weight\x12\x12\n" +
+	"\x04mode\x18\x05 \x01(\tR\x04mode\x12\x16\n" +
+	"\x06config\x18\x06 \x01(\fR\x06config\x12\x10\n" +
+	"\x03gpu\x18\a \x01(\tR\x03gpu\x12\x12\n" +
+	"\x04lost\x18\b \x01(\bR\x04lost\x12\x12\n" +
+	"\x04anew\x18\t \x01(\bR\x04anew\"Z\n" +
+	"\x10SitePartsRequest\x120\n" +
+	"\amachine\x18\x01 \x01(\v2\x16.gpuctl.v1.SiteMachineR\amachine\x12\x14\n" +
+	"\x05other\x18\x02 \x01(\tR\x05other\"k\n" +
+	"\x0fSitePartRequest\x120\n" +
+	"\amachine\x18\x01 \x01(\v2\x16.gpuctl.v1.SiteMachineR\amachine\x12\x12\n" +
+	"\x04slot\x18\x02 \x01(\rR\x04slot\x12\x12\n" +
+	"\x04seal\x18\x03 \x01(\tR\x04seal\"#\n" +
+	"\rSitePartChunk\x12\x12\n" +
+	"\x04data\x18\x01 \x01(\fR\x04data\"h\n" +
+	"\fSitePartRoom\x12\x10\n" +
+	"\x03gpu\x18\x01 \x01(\tR\x03gpu\x12\x16\n" +
+	"\x06memory\x18\x02 \x01(\x04R\x06memory\x12\x1a\n" +
+	"\bchannels\x18\x03 \x01(\rR\bchannels\x12\x12\n" +
+	"\x04free\x18\x04 \x01(\rR\x04free\"D\n" +
+	"\x10SiteReachRequest\x12\x12\n" +
+	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x12\x1c\n" +
+	"\taddresses\x18\x02 \x03(\tR\taddresses\"\xaa\x01\n" +
+	"\x0fSiteLendRequest\x120\n" +
+	"\amachine\x18\x01 \x01(\v2\x16.gpuctl.v1.SiteMachineR\amachine\x12\x10\n" +
+	"\x03gpu\x18\x02 \x01(\tR\x03gpu\x12\x14\n" +
+	"\x05claim\x18\x03 \x01(\tR\x05claim\x12\x1d\n" +
+	"\n" +
+	"min_memory\x18\x04 \x01(\x04R\tminMemory\x12\x1e\n" +
+	"\n" +
+	"persistent\x18\x05 \x01(\bR\n" +
+	"persistent\"\x80\x02\n" +
+	"\x10SiteLeaseRequest\x120\n" +
+	"\amachine\x18\x01 \x01(\v2\x16.gpuctl.v1.SiteMachineR\amachine\x12\x10\n" +
+	"\x03gpu\x18\x02 \x01(\tR\x03gpu\x12\x14\n" +
+	"\x05claim\x18\x03 \x01(\tR\x05claim\x12\x14\n" +
+	"\x05lease\x18\x04 \x01(\tR\x05lease\x12-\n" +
+	"\x12certificate_sha256\x18\x05 \x01(\fR\x11certificateSha256\x12\x1b\n" +
+	"\toutage_ms\x18\x06 \x01(\x03R\boutageMs\x120\n" +
+	"\x06device\x18\a \x01(\v2\x18.gpuctl.v1.VirtualDeviceR\x06device\"\xb7\x01\n" +
+	"\x11SiteLeaseResponse\x12\x1c\n" +
+	"\taddresses\x18\x01 \x03(\tR\taddresses\x12\x14\n" +
+	"\x05token\x18\x02 \x01(\fR\x05token\x12-\n" +
+	"\x12certificate_sha256\x18\x03 \x01(\fR\x11certificateSha256\x12)\n" +
+	"\x06limits\x18\x04 \x01(\v2\x11.gpuctl.v1.LimitsR\x06limits\x12\x14\n" +
+	"\x05model\x18\x05 \x01(\tR\x05model\"\xb3\x01\n" +
+	"\x0fSiteSwapRequest\x120\n" +
+	"\amachine\x18\x01 \x01(\v2\x16.gpuctl.v1.SiteMachineR\amachine\x12\x10\n" +
+	"\x03gpu\x18\x02 \x01(\tR\x03gpu\x12\x14\n" +
+	"\x05claim\x18\x03 \x01(\tR\x05claim\x12\x1a\n" +
+	"\bsessions\x18\x04 \x03(\tR\bsessions\x12*\n" +
+	"\x11freeze_timeout_ms\x18\x05 \x01(\x03R\x0ffreezeTimeoutMs\"i\n" +
 	"\vSiteMachine\x12\x12\n" +
 	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x1c\n" +
@@ -2516,24 +3693,30 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\amachine\x18\x01 \x01(\v2\x16.gpuctl.v1.SiteMachineR\amachine\x12&\n" +
 	"\x02id\x18\x02 \x01(\v2\x16.gpuctl.v1.PCIIdentityR\x02id\"\n" +
 	"\n" +
-	"\bSiteDone\"T\n" +
+	"\bSiteDone\"9\n" +
+	"\x12SiteDetachResponse\x12#\n" +
+	"\rguest_address\x18\x01 \x01(\tR\fguestAddress\"T\n" +
 	"\x0eSiteDefinition\x120\n" +
 	"\amachine\x18\x01 \x01(\v2\x16.gpuctl.v1.SiteMachineR\amachine\x12\x10\n" +
-	"\x03xml\x18\x02 \x01(\tR\x03xml\"/\n" +
+	"\x03xml\x18\x02 \x01(\tR\x03xml\"C\n" +
 	"\x11SiteWhereResponse\x12\x1a\n" +
-	"\bpresence\x18\x01 \x01(\tR\bpresence\"\x83\x01\n" +
+	"\bpresence\x18\x01 \x01(\tR\bpresence\x12\x12\n" +
+	"\x04kept\x18P \x01(\bR\x04kept\"\xa8\x01\n" +
 	"\x0fSiteCardRequest\x120\n" +
 	"\amachine\x18\x01 \x01(\v2\x16.gpuctl.v1.SiteMachineR\amachine\x12\x10\n" +
 	"\x03gpu\x18\x02 \x01(\tR\x03gpu\x12\x14\n" +
 	"\x05claim\x18\x03 \x01(\tR\x05claim\x12\x16\n" +
-	"\x06stored\x18\x04 \x01(\bR\x06stored\"S\n" +
+	"\x06stored\x18\x04 \x01(\bR\x06stored\x12#\n" +
+	"\rguest_address\x18\x05 \x01(\tR\fguestAddress\"S\n" +
 	"\x0fSiteMoveRequest\x120\n" +
 	"\amachine\x18\x01 \x01(\v2\x16.gpuctl.v1.SiteMachineR\amachine\x12\x0e\n" +
-	"\x02to\x18\x02 \x01(\tR\x02to\"R\n" +
+	"\x02to\x18\x02 \x01(\tR\x02to\"q\n" +
 	"\fSiteProgress\x12\x12\n" +
 	"\x04done\x18\x01 \x01(\x04R\x04done\x12\x14\n" +
 	"\x05total\x18\x02 \x01(\x04R\x05total\x12\x18\n" +
-	"\amessage\x18\x03 \x01(\tR\amessage\"\xce\x01\n" +
+	"\amessage\x18\x03 \x01(\tR\amessage\x12\x1d\n" +
+	"\n" +
+	"stopped_ns\x18\x04 \x01(\x03R\tstoppedNs\"\xce\x01\n" +
 	"\x14SiteSessionsResponse\x12\x1a\n" +
 	"\bsessions\x18\x01 \x03(\tR\bsessions\x125\n" +
 	"\x05hello\x18\x02 \x01(\v2\x1f.gpuctl.v1.HelloResponseSummaryR\x05hello\x120\n" +
@@ -2551,7 +3734,7 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\asession\x18\x02 \x01(\tR\asession\x12(\n" +
 	"\x04mark\x18\x03 \x01(\v2\x14.gpuctl.v1.StateMarkR\x04mark\x12\x16\n" +
 	"\x06expect\x18\x04 \x01(\x04R\x06expect\x12+\n" +
-	"\x05chunk\x18\x05 \x01(\v2\x15.gpuctl.v1.StateChunkR\x05chunk\"\xb5\x04\n" +
+	"\x05chunk\x18\x05 \x01(\v2\x15.gpuctl.v1.StateChunkR\x05chunk\"\x94\x05\n" +
 	"\x10SiteMachineFacts\x12\x12\n" +
 	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
@@ -2572,8 +3755,11 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\x06stored\x18\x0f \x01(\bR\x06stored\x12\x1e\n" +
 	"\n" +
 	"persistent\x18\x10 \x01(\bR\n" +
-	"persistent\x121\n" +
-	"\arefused\x18( \x03(\v2\x17.gpuctl.v1.AdoptRefusalR\arefused\"\xc2\x01\n" +
+	"persistent\x12)\n" +
+	"\x05parts\x182 \x03(\v2\x13.gpuctl.v1.SitePartR\x05parts\x121\n" +
+	"\arefused\x18( \x03(\v2\x17.gpuctl.v1.AdoptRefusalR\arefused\x12\x1a\n" +
+	"\bunlocked\x18P \x03(\tR\bunlocked\x12\x16\n" +
+	"\x06serves\x18Q \x01(\tR\x06serves\"\xc2\x01\n" +
 	"\x14HelloResponseSummary\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12\x1a\n" +
 	"\bprotocol\x18\x02 \x01(\rR\bprotocol\x12\x18\n" +
@@ -2603,7 +3789,7 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\x04type\x18\x05 \x01(\tR\x04type\"]\n" +
 	"\x11SiteServesRequest\x12\x12\n" +
 	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x124\n" +
-	"\tfunctions\x18\x02 \x03(\v2\x16.gpuctl.v1.PCIIdentityR\tfunctions\"\x9c\x02\n" +
+	"\tfunctions\x18\x02 \x03(\v2\x16.gpuctl.v1.PCIIdentityR\tfunctions\"\x80\x03\n" +
 	"\rSiteHostFacts\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1e\n" +
 	"\n" +
@@ -2616,21 +3802,24 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\x03cpu\x18\x06 \x01(\tR\x03cpu\x12)\n" +
 	"\x05cards\x18\a \x03(\v2\x13.gpuctl.v1.SiteCardR\x05cards\x12\x12\n" +
 	"\x04keep\x18\b \x01(\x04R\x04keep\x12\x14\n" +
-	"\x05keeps\x18\t \x01(\bR\x05keeps\x12!\n" +
+	"\x05keeps\x18\t \x01(\bR\x05keeps\x124\n" +
+	"\tpart_room\x182 \x03(\v2\x17.gpuctl.v1.SitePartRoomR\bpartRoom\x12!\n" +
 	"\flock_manager\x18\n" +
-	" \x01(\tR\vlockManager\"\x92\x01\n" +
+	" \x01(\tR\vlockManager\x12,\n" +
+	"\x12lock_manager_error\x18P \x01(\tR\x10lockManagerError\"\x92\x01\n" +
 	"\bSiteCard\x12\x10\n" +
 	"\x03gpu\x18\x01 \x01(\tR\x03gpu\x12\x16\n" +
 	"\x06holder\x18\x02 \x01(\tR\x06holder\x12\x16\n" +
 	"\x06health\x18\x03 \x01(\tR\x06health\x12\x1c\n" +
 	"\tisolation\x18\x04 \x01(\tR\tisolation\x12&\n" +
-	"\x02id\x18\x05 \x01(\v2\x16.gpuctl.v1.PCIIdentityR\x02id2\xfe\x02\n" +
+	"\x02id\x18\x05 \x01(\v2\x16.gpuctl.v1.PCIIdentityR\x02id2\xcb\x03\n" +
 	"\x10MigrationService\x12E\n" +
 	"\x04Plan\x12\x1d.gpuctl.v1.MachinePlanRequest\x1a\x1e.gpuctl.v1.MachinePlanResponse\x12E\n" +
 	"\x05Start\x12\x1e.gpuctl.v1.MachineStartRequest\x1a\x1a.gpuctl.v1.MachineProgress0\x01\x12E\n" +
 	"\x05Watch\x12\x1e.gpuctl.v1.MachineWatchRequest\x1a\x1a.gpuctl.v1.MachineProgress0\x01\x12H\n" +
 	"\x05Abort\x12\x1e.gpuctl.v1.MachineAbortRequest\x1a\x1f.gpuctl.v1.MachineAbortResponse\x12K\n" +
-	"\x06Resume\x12\x1f.gpuctl.v1.MachineResumeRequest\x1a .gpuctl.v1.MachineResumeResponse2\x99\r\n" +
+	"\x06Resume\x12\x1f.gpuctl.v1.MachineResumeRequest\x1a .gpuctl.v1.MachineResumeResponse\x12K\n" +
+	"\bRehearse\x12!.gpuctl.v1.MachineRehearseRequest\x1a\x1a.gpuctl.v1.OperationUpdate0\x012\x91\x14\n" +
 	"\vSiteService\x12C\n" +
 	"\fMachineFacts\x12\x16.gpuctl.v1.SiteMachine\x1a\x1b.gpuctl.v1.SiteMachineFacts\x12A\n" +
 	"\x06Serves\x12\x1c.gpuctl.v1.SiteServesRequest\x1a\x19.gpuctl.v1.ServesResponse\x12F\n" +
@@ -2641,8 +3830,8 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\aReserve\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x13.gpuctl.v1.SiteDone\x12E\n" +
 	"\aPrepare\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x1e.gpuctl.v1.SitePrepareResponse\x12;\n" +
 	"\x06Expect\x12\x1c.gpuctl.v1.SiteExpectRequest\x1a\x13.gpuctl.v1.SiteDone\x129\n" +
-	"\x06Attach\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x13.gpuctl.v1.SiteDone\x129\n" +
-	"\x06Detach\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x13.gpuctl.v1.SiteDone\x12;\n" +
+	"\x06Attach\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x13.gpuctl.v1.SiteDone\x12C\n" +
+	"\x06Detach\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x1d.gpuctl.v1.SiteDetachResponse\x12;\n" +
 	"\bGiveBack\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x13.gpuctl.v1.SiteDone\x12=\n" +
 	"\x04Move\x12\x1a.gpuctl.v1.SiteMoveRequest\x1a\x17.gpuctl.v1.SiteProgress0\x01\x12C\n" +
 	"\bSessions\x12\x16.gpuctl.v1.SiteMachine\x1a\x1f.gpuctl.v1.SiteSessionsResponse\x12C\n" +
@@ -2659,7 +3848,21 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\bUndefine\x12\x16.gpuctl.v1.SiteMachine\x1a\x13.gpuctl.v1.SiteDone\x129\n" +
 	"\x04Keep\x12\x1a.gpuctl.v1.SiteKeepRequest\x1a\x13.gpuctl.v1.SiteDone(\x01\x12D\n" +
 	"\aDeposit\x12\x1e.gpuctl.v1.SiteSessionsRequest\x1a\x17.gpuctl.v1.SiteProgress0\x01\x125\n" +
-	"\x06Forget\x12\x16.gpuctl.v1.SiteMachine\x1a\x13.gpuctl.v1.SiteDoneB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
+	"\x06Forget\x12\x16.gpuctl.v1.SiteMachine\x1a\x13.gpuctl.v1.SiteDone\x129\n" +
+	"\tParkParts\x12\x16.gpuctl.v1.SiteMachine\x1a\x14.gpuctl.v1.SiteParts\x128\n" +
+	"\vExpectParts\x12\x14.gpuctl.v1.SiteParts\x1a\x13.gpuctl.v1.SiteDone\x12=\n" +
+	"\tTakeParts\x12\x1b.gpuctl.v1.SitePartsRequest\x1a\x13.gpuctl.v1.SiteDone\x128\n" +
+	"\tDropParts\x12\x16.gpuctl.v1.SiteMachine\x1a\x13.gpuctl.v1.SiteDone\x12F\n" +
+	"\fPartContents\x12\x1a.gpuctl.v1.SitePartRequest\x1a\x18.gpuctl.v1.SitePartChunk0\x01\x12;\n" +
+	"\bGivePart\x12\x1a.gpuctl.v1.SitePartRequest\x1a\x13.gpuctl.v1.SiteDone\x12>\n" +
+	"\x05Reach\x12\x1b.gpuctl.v1.SiteReachRequest\x1a\x18.gpuctl.v1.ReachResponse\x127\n" +
+	"\x04Lend\x12\x1a.gpuctl.v1.SiteLendRequest\x1a\x13.gpuctl.v1.SiteDone\x12:\n" +
+	"\aEndLend\x12\x1a.gpuctl.v1.SiteLendRequest\x1a\x13.gpuctl.v1.SiteDone\x129\n" +
+	"\x06Follow\x12\x1a.gpuctl.v1.SiteLendRequest\x1a\x13.gpuctl.v1.SiteDone\x12B\n" +
+	"\x05Lease\x12\x1b.gpuctl.v1.SiteLeaseRequest\x1a\x1c.gpuctl.v1.SiteLeaseResponse\x12=\n" +
+	"\x04Swap\x12\x1a.gpuctl.v1.SiteSwapRequest\x1a\x17.gpuctl.v1.SiteProgress0\x01\x12A\n" +
+	"\x04Home\x12\x1e.gpuctl.v1.SiteSessionsRequest\x1a\x17.gpuctl.v1.SiteProgress0\x01\x12C\n" +
+	"\x04Lost\x12\x1e.gpuctl.v1.SiteSessionsRequest\x1a\x1b.gpuctl.v1.SiteLostResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
 
 var (
 	file_gpuctl_v1_migrate_proto_rawDescOnce sync.Once
@@ -2673,156 +3876,222 @@ func file_gpuctl_v1_migrate_proto_rawDescGZIP() []byte {
 	return file_gpuctl_v1_migrate_proto_rawDescData
 }
 
-var file_gpuctl_v1_migrate_proto_msgTypes = make([]protoimpl.MessageInfo, 33)
+var file_gpuctl_v1_migrate_proto_msgTypes = make([]protoimpl.MessageInfo, 48)
 var file_gpuctl_v1_migrate_proto_goTypes = []any{
-	(*MachinePlanRequest)(nil),    // 0: gpuctl.v1.MachinePlanRequest
-	(*MachinePlanResponse)(nil),   // 1: gpuctl.v1.MachinePlanResponse
-	(*MachineCandidate)(nil),      // 2: gpuctl.v1.MachineCandidate
-	(*MachineStep)(nil),           // 3: gpuctl.v1.MachineStep
-	(*MachineRejection)(nil),      // 4: gpuctl.v1.MachineRejection
-	(*MachineStartRequest)(nil),   // 5: gpuctl.v1.MachineStartRequest
-	(*MachineProgress)(nil),       // 6: gpuctl.v1.MachineProgress
-	(*MachineWatchRequest)(nil),   // 7: gpuctl.v1.MachineWatchRequest
-	(*MachineAbortRequest)(nil),   // 8: gpuctl.v1.MachineAbortRequest
-	(*MachineAbortResponse)(nil),  // 9: gpuctl.v1.MachineAbortResponse
-	(*MachineResumeRequest)(nil),  // 10: gpuctl.v1.MachineResumeRequest
-	(*MachineResumeResponse)(nil), // 11: gpuctl.v1.MachineResumeResponse
-	(*SiteMachine)(nil),           // 12: gpuctl.v1.SiteMachine
-	(*SitePrepareResponse)(nil),   // 13: gpuctl.v1.SitePrepareResponse
-	(*SiteExpectRequest)(nil),     // 14: gpuctl.v1.SiteExpectRequest
-	(*SiteDone)(nil),              // 15: gpuctl.v1.SiteDone
-	(*SiteDefinition)(nil),        // 16: gpuctl.v1.SiteDefinition
-	(*SiteWhereResponse)(nil),     // 17: gpuctl.v1.SiteWhereResponse
-	(*SiteCardRequest)(nil),       // 18: gpuctl.v1.SiteCardRequest
-	(*SiteMoveRequest)(nil),       // 19: gpuctl.v1.SiteMoveRequest
-	(*SiteProgress)(nil),          // 20: gpuctl.v1.SiteProgress
-	(*SiteSessionsResponse)(nil),  // 21: gpuctl.v1.SiteSessionsResponse
-	(*SiteSessionsRequest)(nil),   // 22: gpuctl.v1.SiteSessionsRequest
-	(*SiteKeepRequest)(nil),       // 23: gpuctl.v1.SiteKeepRequest
-	(*SiteMachineFacts)(nil),      // 24: gpuctl.v1.SiteMachineFacts
-	(*HelloResponseSummary)(nil),  // 25: gpuctl.v1.HelloResponseSummary
-	(*SiteSession)(nil),           // 26: gpuctl.v1.SiteSession
-	(*SiteDisk)(nil),              // 27: gpuctl.v1.SiteDisk
-	(*SiteHostFactsRequest)(nil),  // 28: gpuctl.v1.SiteHostFactsRequest
-	(*SiteCPU)(nil),               // 29: gpuctl.v1.SiteCPU
-	(*SiteServesRequest)(nil),     // 30: gpuctl.v1.SiteServesRequest
-	(*SiteHostFacts)(nil),         // 31: gpuctl.v1.SiteHostFacts
-	(*SiteCard)(nil),              // 32: gpuctl.v1.SiteCard
-	(*Reason)(nil),                // 33: gpuctl.v1.Reason
-	(*Prediction)(nil),            // 34: gpuctl.v1.Prediction
-	(*PCIIdentity)(nil),           // 35: gpuctl.v1.PCIIdentity
-	(*AdoptRefusal)(nil),          // 36: gpuctl.v1.AdoptRefusal
-	(*StateMark)(nil),             // 37: gpuctl.v1.StateMark
-	(*StateChunk)(nil),            // 38: gpuctl.v1.StateChunk
-	(*Usage)(nil),                 // 39: gpuctl.v1.Usage
-	(*ServesResponse)(nil),        // 40: gpuctl.v1.ServesResponse
+	(*MachinePlanRequest)(nil),     // 0: gpuctl.v1.MachinePlanRequest
+	(*MachinePlanResponse)(nil),    // 1: gpuctl.v1.MachinePlanResponse
+	(*MachineLive)(nil),            // 2: gpuctl.v1.MachineLive
+	(*MachineCandidate)(nil),       // 3: gpuctl.v1.MachineCandidate
+	(*MachineStep)(nil),            // 4: gpuctl.v1.MachineStep
+	(*MachineRejection)(nil),       // 5: gpuctl.v1.MachineRejection
+	(*MachineStartRequest)(nil),    // 6: gpuctl.v1.MachineStartRequest
+	(*MachineProgress)(nil),        // 7: gpuctl.v1.MachineProgress
+	(*MachineWatchRequest)(nil),    // 8: gpuctl.v1.MachineWatchRequest
+	(*MachineAbortRequest)(nil),    // 9: gpuctl.v1.MachineAbortRequest
+	(*MachineAbortResponse)(nil),   // 10: gpuctl.v1.MachineAbortResponse
+	(*MachineResumeRequest)(nil),   // 11: gpuctl.v1.MachineResumeRequest
+	(*MachineResumeResponse)(nil),  // 12: gpuctl.v1.MachineResumeResponse
+	(*MachineRehearseRequest)(nil), // 13: gpuctl.v1.MachineRehearseRequest
+	(*SiteLostResponse)(nil),       // 14: gpuctl.v1.SiteLostResponse
+	(*SiteParts)(nil),              // 15: gpuctl.v1.SiteParts
+	(*SitePart)(nil),               // 16: gpuctl.v1.SitePart
+	(*SitePartsRequest)(nil),       // 17: gpuctl.v1.SitePartsRequest
+	(*SitePartRequest)(nil),        // 18: gpuctl.v1.SitePartRequest
+	(*SitePartChunk)(nil),          // 19: gpuctl.v1.SitePartChunk
+	(*SitePartRoom)(nil),           // 20: gpuctl.v1.SitePartRoom
+	(*SiteReachRequest)(nil),       // 21: gpuctl.v1.SiteReachRequest
+	(*SiteLendRequest)(nil),        // 22: gpuctl.v1.SiteLendRequest
+	(*SiteLeaseRequest)(nil),       // 23: gpuctl.v1.SiteLeaseRequest
+	(*SiteLeaseResponse)(nil),      // 24: gpuctl.v1.SiteLeaseResponse
+	(*SiteSwapRequest)(nil),        // 25: gpuctl.v1.SiteSwapRequest
+	(*SiteMachine)(nil),            // 26: gpuctl.v1.SiteMachine
+	(*SitePrepareResponse)(nil),    // 27: gpuctl.v1.SitePrepareResponse
+	(*SiteExpectRequest)(nil),      // 28: gpuctl.v1.SiteExpectRequest
+	(*SiteDone)(nil),               // 29: gpuctl.v1.SiteDone
+	(*SiteDetachResponse)(nil),     // 30: gpuctl.v1.SiteDetachResponse
+	(*SiteDefinition)(nil),         // 31: gpuctl.v1.SiteDefinition
+	(*SiteWhereResponse)(nil),      // 32: gpuctl.v1.SiteWhereResponse
+	(*SiteCardRequest)(nil),        // 33: gpuctl.v1.SiteCardRequest
+	(*SiteMoveRequest)(nil),        // 34: gpuctl.v1.SiteMoveRequest
+	(*SiteProgress)(nil),           // 35: gpuctl.v1.SiteProgress
+	(*SiteSessionsResponse)(nil),   // 36: gpuctl.v1.SiteSessionsResponse
+	(*SiteSessionsRequest)(nil),    // 37: gpuctl.v1.SiteSessionsRequest
+	(*SiteKeepRequest)(nil),        // 38: gpuctl.v1.SiteKeepRequest
+	(*SiteMachineFacts)(nil),       // 39: gpuctl.v1.SiteMachineFacts
+	(*HelloResponseSummary)(nil),   // 40: gpuctl.v1.HelloResponseSummary
+	(*SiteSession)(nil),            // 41: gpuctl.v1.SiteSession
+	(*SiteDisk)(nil),               // 42: gpuctl.v1.SiteDisk
+	(*SiteHostFactsRequest)(nil),   // 43: gpuctl.v1.SiteHostFactsRequest
+	(*SiteCPU)(nil),                // 44: gpuctl.v1.SiteCPU
+	(*SiteServesRequest)(nil),      // 45: gpuctl.v1.SiteServesRequest
+	(*SiteHostFacts)(nil),          // 46: gpuctl.v1.SiteHostFacts
+	(*SiteCard)(nil),               // 47: gpuctl.v1.SiteCard
+	(*Reason)(nil),                 // 48: gpuctl.v1.Reason
+	(*Prediction)(nil),             // 49: gpuctl.v1.Prediction
+	(*LostSession)(nil),            // 50: gpuctl.v1.LostSession
+	(*VirtualDevice)(nil),          // 51: gpuctl.v1.VirtualDevice
+	(*Limits)(nil),                 // 52: gpuctl.v1.Limits
+	(*PCIIdentity)(nil),            // 53: gpuctl.v1.PCIIdentity
+	(*AdoptRefusal)(nil),           // 54: gpuctl.v1.AdoptRefusal
+	(*StateMark)(nil),              // 55: gpuctl.v1.StateMark
+	(*StateChunk)(nil),             // 56: gpuctl.v1.StateChunk
+	(*Usage)(nil),                  // 57: gpuctl.v1.Usage
+	(*OperationUpdate)(nil),        // 58: gpuctl.v1.OperationUpdate
+	(*ServesResponse)(nil),         // 59: gpuctl.v1.ServesResponse
+	(*ReachResponse)(nil),          // 60: gpuctl.v1.ReachResponse
 }
 var file_gpuctl_v1_migrate_proto_depIdxs = []int32{
-	33, // 0: gpuctl.v1.MachinePlanResponse.reasons:type_name -> gpuctl.v1.Reason
-	2,  // 1: gpuctl.v1.MachinePlanResponse.candidates:type_name -> gpuctl.v1.MachineCandidate
-	4,  // 2: gpuctl.v1.MachinePlanResponse.rejected:type_name -> gpuctl.v1.MachineRejection
-	33, // 3: gpuctl.v1.MachinePlanResponse.warm_reasons:type_name -> gpuctl.v1.Reason
-	33, // 4: gpuctl.v1.MachinePlanResponse.notes:type_name -> gpuctl.v1.Reason
-	3,  // 5: gpuctl.v1.MachineCandidate.steps:type_name -> gpuctl.v1.MachineStep
-	34, // 6: gpuctl.v1.MachineCandidate.total:type_name -> gpuctl.v1.Prediction
-	34, // 7: gpuctl.v1.MachineCandidate.stop:type_name -> gpuctl.v1.Prediction
-	34, // 8: gpuctl.v1.MachineStep.prediction:type_name -> gpuctl.v1.Prediction
-	33, // 9: gpuctl.v1.MachineRejection.reasons:type_name -> gpuctl.v1.Reason
-	0,  // 10: gpuctl.v1.MachineStartRequest.plan:type_name -> gpuctl.v1.MachinePlanRequest
-	1,  // 11: gpuctl.v1.MachineProgress.refused:type_name -> gpuctl.v1.MachinePlanResponse
-	35, // 12: gpuctl.v1.SitePrepareResponse.id:type_name -> gpuctl.v1.PCIIdentity
-	12, // 13: gpuctl.v1.SiteExpectRequest.machine:type_name -> gpuctl.v1.SiteMachine
-	35, // 14: gpuctl.v1.SiteExpectRequest.id:type_name -> gpuctl.v1.PCIIdentity
-	12, // 15: gpuctl.v1.SiteDefinition.machine:type_name -> gpuctl.v1.SiteMachine
-	12, // 16: gpuctl.v1.SiteCardRequest.machine:type_name -> gpuctl.v1.SiteMachine
-	12, // 17: gpuctl.v1.SiteMoveRequest.machine:type_name -> gpuctl.v1.SiteMachine
-	25, // 18: gpuctl.v1.SiteSessionsResponse.hello:type_name -> gpuctl.v1.HelloResponseSummary
-	26, // 19: gpuctl.v1.SiteSessionsResponse.running:type_name -> gpuctl.v1.SiteSession
-	36, // 20: gpuctl.v1.SiteSessionsResponse.refused:type_name -> gpuctl.v1.AdoptRefusal
-	12, // 21: gpuctl.v1.SiteSessionsRequest.machine:type_name -> gpuctl.v1.SiteMachine
-	12, // 22: gpuctl.v1.SiteKeepRequest.machine:type_name -> gpuctl.v1.SiteMachine
-	37, // 23: gpuctl.v1.SiteKeepRequest.mark:type_name -> gpuctl.v1.StateMark
-	38, // 24: gpuctl.v1.SiteKeepRequest.chunk:type_name -> gpuctl.v1.StateChunk
-	29, // 25: gpuctl.v1.SiteMachineFacts.cpu:type_name -> gpuctl.v1.SiteCPU
-	27, // 26: gpuctl.v1.SiteMachineFacts.disks:type_name -> gpuctl.v1.SiteDisk
-	25, // 27: gpuctl.v1.SiteMachineFacts.hello:type_name -> gpuctl.v1.HelloResponseSummary
-	26, // 28: gpuctl.v1.SiteMachineFacts.sessions:type_name -> gpuctl.v1.SiteSession
-	36, // 29: gpuctl.v1.SiteMachineFacts.refused:type_name -> gpuctl.v1.AdoptRefusal
-	39, // 30: gpuctl.v1.SiteSession.usage:type_name -> gpuctl.v1.Usage
-	27, // 31: gpuctl.v1.SiteHostFactsRequest.disks:type_name -> gpuctl.v1.SiteDisk
-	29, // 32: gpuctl.v1.SiteHostFactsRequest.cpu:type_name -> gpuctl.v1.SiteCPU
-	35, // 33: gpuctl.v1.SiteServesRequest.functions:type_name -> gpuctl.v1.PCIIdentity
-	32, // 34: gpuctl.v1.SiteHostFacts.cards:type_name -> gpuctl.v1.SiteCard
-	35, // 35: gpuctl.v1.SiteCard.id:type_name -> gpuctl.v1.PCIIdentity
-	0,  // 36: gpuctl.v1.MigrationService.Plan:input_type -> gpuctl.v1.MachinePlanRequest
-	5,  // 37: gpuctl.v1.MigrationService.Start:input_type -> gpuctl.v1.MachineStartRequest
-	7,  // 38: gpuctl.v1.MigrationService.Watch:input_type -> gpuctl.v1.MachineWatchRequest
-	8,  // 39: gpuctl.v1.MigrationService.Abort:input_type -> gpuctl.v1.MachineAbortRequest
-	10, // 40: gpuctl.v1.MigrationService.Resume:input_type -> gpuctl.v1.MachineResumeRequest
-	12, // 41: gpuctl.v1.SiteService.MachineFacts:input_type -> gpuctl.v1.SiteMachine
-	30, // 42: gpuctl.v1.SiteService.Serves:input_type -> gpuctl.v1.SiteServesRequest
-	28, // 43: gpuctl.v1.SiteService.HostFacts:input_type -> gpuctl.v1.SiteHostFactsRequest
-	12, // 44: gpuctl.v1.SiteService.Where:input_type -> gpuctl.v1.SiteMachine
-	12, // 45: gpuctl.v1.SiteService.Pause:input_type -> gpuctl.v1.SiteMachine
-	12, // 46: gpuctl.v1.SiteService.Unpause:input_type -> gpuctl.v1.SiteMachine
-	18, // 47: gpuctl.v1.SiteService.Reserve:input_type -> gpuctl.v1.SiteCardRequest
-	18, // 48: gpuctl.v1.SiteService.Prepare:input_type -> gpuctl.v1.SiteCardRequest
-	14, // 49: gpuctl.v1.SiteService.Expect:input_type -> gpuctl.v1.SiteExpectRequest
-	18, // 50: gpuctl.v1.SiteService.Attach:input_type -> gpuctl.v1.SiteCardRequest
-	18, // 51: gpuctl.v1.SiteService.Detach:input_type -> gpuctl.v1.SiteCardRequest
-	18, // 52: gpuctl.v1.SiteService.GiveBack:input_type -> gpuctl.v1.SiteCardRequest
-	19, // 53: gpuctl.v1.SiteService.Move:input_type -> gpuctl.v1.SiteMoveRequest
-	12, // 54: gpuctl.v1.SiteService.Sessions:input_type -> gpuctl.v1.SiteMachine
-	22, // 55: gpuctl.v1.SiteService.Freeze:input_type -> gpuctl.v1.SiteSessionsRequest
-	18, // 56: gpuctl.v1.SiteService.Release:input_type -> gpuctl.v1.SiteCardRequest
-	18, // 57: gpuctl.v1.SiteService.TakeUp:input_type -> gpuctl.v1.SiteCardRequest
-	18, // 58: gpuctl.v1.SiteService.Await:input_type -> gpuctl.v1.SiteCardRequest
-	22, // 59: gpuctl.v1.SiteService.Thaw:input_type -> gpuctl.v1.SiteSessionsRequest
-	18, // 60: gpuctl.v1.SiteService.Stop:input_type -> gpuctl.v1.SiteCardRequest
-	18, // 61: gpuctl.v1.SiteService.Start:input_type -> gpuctl.v1.SiteCardRequest
-	12, // 62: gpuctl.v1.SiteService.Definition:input_type -> gpuctl.v1.SiteMachine
-	16, // 63: gpuctl.v1.SiteService.Define:input_type -> gpuctl.v1.SiteDefinition
-	12, // 64: gpuctl.v1.SiteService.Undefine:input_type -> gpuctl.v1.SiteMachine
-	23, // 65: gpuctl.v1.SiteService.Keep:input_type -> gpuctl.v1.SiteKeepRequest
-	22, // 66: gpuctl.v1.SiteService.Deposit:input_type -> gpuctl.v1.SiteSessionsRequest
-	12, // 67: gpuctl.v1.SiteService.Forget:input_type -> gpuctl.v1.SiteMachine
-	1,  // 68: gpuctl.v1.MigrationService.Plan:output_type -> gpuctl.v1.MachinePlanResponse
-	6,  // 69: gpuctl.v1.MigrationService.Start:output_type -> gpuctl.v1.MachineProgress
-	6,  // 70: gpuctl.v1.MigrationService.Watch:output_type -> gpuctl.v1.MachineProgress
-	9,  // 71: gpuctl.v1.MigrationService.Abort:output_type -> gpuctl.v1.MachineAbortResponse
-	11, // 72: gpuctl.v1.MigrationService.Resume:output_type -> gpuctl.v1.MachineResumeResponse
-	24, // 73: gpuctl.v1.SiteService.MachineFacts:output_type -> gpuctl.v1.SiteMachineFacts
-	40, // 74: gpuctl.v1.SiteService.Serves:output_type -> gpuctl.v1.ServesResponse
-	31, // 75: gpuctl.v1.SiteService.HostFacts:output_type -> gpuctl.v1.SiteHostFacts
-	17, // 76: gpuctl.v1.SiteService.Where:output_type -> gpuctl.v1.SiteWhereResponse
-	15, // 77: gpuctl.v1.SiteService.Pause:output_type -> gpuctl.v1.SiteDone
-	15, // 78: gpuctl.v1.SiteService.Unpause:output_type -> gpuctl.v1.SiteDone
-	15, // 79: gpuctl.v1.SiteService.Reserve:output_type -> gpuctl.v1.SiteDone
-	13, // 80: gpuctl.v1.SiteService.Prepare:output_type -> gpuctl.v1.SitePrepareResponse
-	15, // 81: gpuctl.v1.SiteService.Expect:output_type -> gpuctl.v1.SiteDone
-	15, // 82: gpuctl.v1.SiteService.Attach:output_type -> gpuctl.v1.SiteDone
-	15, // 83: gpuctl.v1.SiteService.Detach:output_type -> gpuctl.v1.SiteDone
-	15, // 84: gpuctl.v1.SiteService.GiveBack:output_type -> gpuctl.v1.SiteDone
-	20, // 85: gpuctl.v1.SiteService.Move:output_type -> gpuctl.v1.SiteProgress
-	21, // 86: gpuctl.v1.SiteService.Sessions:output_type -> gpuctl.v1.SiteSessionsResponse
-	20, // 87: gpuctl.v1.SiteService.Freeze:output_type -> gpuctl.v1.SiteProgress
-	15, // 88: gpuctl.v1.SiteService.Release:output_type -> gpuctl.v1.SiteDone
-	15, // 89: gpuctl.v1.SiteService.TakeUp:output_type -> gpuctl.v1.SiteDone
-	15, // 90: gpuctl.v1.SiteService.Await:output_type -> gpuctl.v1.SiteDone
-	20, // 91: gpuctl.v1.SiteService.Thaw:output_type -> gpuctl.v1.SiteProgress
-	15, // 92: gpuctl.v1.SiteService.Stop:output_type -> gpuctl.v1.SiteDone
-	15, // 93: gpuctl.v1.SiteService.Start:output_type -> gpuctl.v1.SiteDone
-	16, // 94: gpuctl.v1.SiteService.Definition:output_type -> gpuctl.v1.SiteDefinition
-	15, // 95: gpuctl.v1.SiteService.Define:output_type -> gpuctl.v1.SiteDone
-	15, // 96: gpuctl.v1.SiteService.Undefine:output_type -> gpuctl.v1.SiteDone
-	15, // 97: gpuctl.v1.SiteService.Keep:output_type -> gpuctl.v1.SiteDone
-	20, // 98: gpuctl.v1.SiteService.Deposit:output_type -> gpuctl.v1.SiteProgress
-	15, // 99: gpuctl.v1.SiteService.Forget:output_type -> gpuctl.v1.SiteDone
-	68, // [68:100] is the sub-list for method output_type
-	36, // [36:68] is the sub-list for method input_type
-	36, // [36:36] is the sub-list for extension type_name
-	36, // [36:36] is the sub-list for extension extendee
-	0,  // [0:36] is the sub-list for field type_name
+	48, // 0: gpuctl.v1.MachinePlanResponse.reasons:type_name -> gpuctl.v1.Reason
+	3,  // 1: gpuctl.v1.MachinePlanResponse.candidates:type_name -> gpuctl.v1.MachineCandidate
+	5,  // 2: gpuctl.v1.MachinePlanResponse.rejected:type_name -> gpuctl.v1.MachineRejection
+	48, // 3: gpuctl.v1.MachinePlanResponse.warm_reasons:type_name -> gpuctl.v1.Reason
+	48, // 4: gpuctl.v1.MachinePlanResponse.notes:type_name -> gpuctl.v1.Reason
+	2,  // 5: gpuctl.v1.MachinePlanResponse.live:type_name -> gpuctl.v1.MachineLive
+	48, // 6: gpuctl.v1.MachineLive.reasons:type_name -> gpuctl.v1.Reason
+	5,  // 7: gpuctl.v1.MachineLive.rejected:type_name -> gpuctl.v1.MachineRejection
+	4,  // 8: gpuctl.v1.MachineCandidate.steps:type_name -> gpuctl.v1.MachineStep
+	49, // 9: gpuctl.v1.MachineCandidate.total:type_name -> gpuctl.v1.Prediction
+	49, // 10: gpuctl.v1.MachineCandidate.stop:type_name -> gpuctl.v1.Prediction
+	49, // 11: gpuctl.v1.MachineStep.prediction:type_name -> gpuctl.v1.Prediction
+	48, // 12: gpuctl.v1.MachineRejection.reasons:type_name -> gpuctl.v1.Reason
+	0,  // 13: gpuctl.v1.MachineStartRequest.plan:type_name -> gpuctl.v1.MachinePlanRequest
+	1,  // 14: gpuctl.v1.MachineProgress.refused:type_name -> gpuctl.v1.MachinePlanResponse
+	50, // 15: gpuctl.v1.MachineProgress.lost:type_name -> gpuctl.v1.LostSession
+	50, // 16: gpuctl.v1.SiteLostResponse.lost:type_name -> gpuctl.v1.LostSession
+	26, // 17: gpuctl.v1.SiteParts.machine:type_name -> gpuctl.v1.SiteMachine
+	16, // 18: gpuctl.v1.SiteParts.parts:type_name -> gpuctl.v1.SitePart
+	26, // 19: gpuctl.v1.SitePartsRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	26, // 20: gpuctl.v1.SitePartRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	26, // 21: gpuctl.v1.SiteLendRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	26, // 22: gpuctl.v1.SiteLeaseRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	51, // 23: gpuctl.v1.SiteLeaseRequest.device:type_name -> gpuctl.v1.VirtualDevice
+	52, // 24: gpuctl.v1.SiteLeaseResponse.limits:type_name -> gpuctl.v1.Limits
+	26, // 25: gpuctl.v1.SiteSwapRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	53, // 26: gpuctl.v1.SitePrepareResponse.id:type_name -> gpuctl.v1.PCIIdentity
+	26, // 27: gpuctl.v1.SiteExpectRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	53, // 28: gpuctl.v1.SiteExpectRequest.id:type_name -> gpuctl.v1.PCIIdentity
+	26, // 29: gpuctl.v1.SiteDefinition.machine:type_name -> gpuctl.v1.SiteMachine
+	26, // 30: gpuctl.v1.SiteCardRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	26, // 31: gpuctl.v1.SiteMoveRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	40, // 32: gpuctl.v1.SiteSessionsResponse.hello:type_name -> gpuctl.v1.HelloResponseSummary
+	41, // 33: gpuctl.v1.SiteSessionsResponse.running:type_name -> gpuctl.v1.SiteSession
+	54, // 34: gpuctl.v1.SiteSessionsResponse.refused:type_name -> gpuctl.v1.AdoptRefusal
+	26, // 35: gpuctl.v1.SiteSessionsRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	26, // 36: gpuctl.v1.SiteKeepRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	55, // 37: gpuctl.v1.SiteKeepRequest.mark:type_name -> gpuctl.v1.StateMark
+	56, // 38: gpuctl.v1.SiteKeepRequest.chunk:type_name -> gpuctl.v1.StateChunk
+	44, // 39: gpuctl.v1.SiteMachineFacts.cpu:type_name -> gpuctl.v1.SiteCPU
+	42, // 40: gpuctl.v1.SiteMachineFacts.disks:type_name -> gpuctl.v1.SiteDisk
+	40, // 41: gpuctl.v1.SiteMachineFacts.hello:type_name -> gpuctl.v1.HelloResponseSummary
+	41, // 42: gpuctl.v1.SiteMachineFacts.sessions:type_name -> gpuctl.v1.SiteSession
+	16, // 43: gpuctl.v1.SiteMachineFacts.parts:type_name -> gpuctl.v1.SitePart
+	54, // 44: gpuctl.v1.SiteMachineFacts.refused:type_name -> gpuctl.v1.AdoptRefusal
+	57, // 45: gpuctl.v1.SiteSession.usage:type_name -> gpuctl.v1.Usage
+	42, // 46: gpuctl.v1.SiteHostFactsRequest.disks:type_name -> gpuctl.v1.SiteDisk
+	44, // 47: gpuctl.v1.SiteHostFactsRequest.cpu:type_name -> gpuctl.v1.SiteCPU
+	53, // 48: gpuctl.v1.SiteServesRequest.functions:type_name -> gpuctl.v1.PCIIdentity
+	47, // 49: gpuctl.v1.SiteHostFacts.cards:type_name -> gpuctl.v1.SiteCard
+	20, // 50: gpuctl.v1.SiteHostFacts.part_room:type_name -> gpuctl.v1.SitePartRoom
+	53, // 51: gpuctl.v1.SiteCard.id:type_name -> gpuctl.v1.PCIIdentity
+	0,  // 52: gpuctl.v1.MigrationService.Plan:input_type -> gpuctl.v1.MachinePlanRequest
+	6,  // 53: gpuctl.v1.MigrationService.Start:input_type -> gpuctl.v1.MachineStartRequest
+	8,  // 54: gpuctl.v1.MigrationService.Watch:input_type -> gpuctl.v1.MachineWatchRequest
+	9,  // 55: gpuctl.v1.MigrationService.Abort:input_type -> gpuctl.v1.MachineAbortRequest
+	11, // 56: gpuctl.v1.MigrationService.Resume:input_type -> gpuctl.v1.MachineResumeRequest
+	13, // 57: gpuctl.v1.MigrationService.Rehearse:input_type -> gpuctl.v1.MachineRehearseRequest
+	26, // 58: gpuctl.v1.SiteService.MachineFacts:input_type -> gpuctl.v1.SiteMachine
+	45, // 59: gpuctl.v1.SiteService.Serves:input_type -> gpuctl.v1.SiteServesRequest
+	43, // 60: gpuctl.v1.SiteService.HostFacts:input_type -> gpuctl.v1.SiteHostFactsRequest
+	26, // 61: gpuctl.v1.SiteService.Where:input_type -> gpuctl.v1.SiteMachine
+	26, // 62: gpuctl.v1.SiteService.Pause:input_type -> gpuctl.v1.SiteMachine
+	26, // 63: gpuctl.v1.SiteService.Unpause:input_type -> gpuctl.v1.SiteMachine
+	33, // 64: gpuctl.v1.SiteService.Reserve:input_type -> gpuctl.v1.SiteCardRequest
+	33, // 65: gpuctl.v1.SiteService.Prepare:input_type -> gpuctl.v1.SiteCardRequest
+	28, // 66: gpuctl.v1.SiteService.Expect:input_type -> gpuctl.v1.SiteExpectRequest
+	33, // 67: gpuctl.v1.SiteService.Attach:input_type -> gpuctl.v1.SiteCardRequest
+	33, // 68: gpuctl.v1.SiteService.Detach:input_type -> gpuctl.v1.SiteCardRequest
+	33, // 69: gpuctl.v1.SiteService.GiveBack:input_type -> gpuctl.v1.SiteCardRequest
+	34, // 70: gpuctl.v1.SiteService.Move:input_type -> gpuctl.v1.SiteMoveRequest
+	26, // 71: gpuctl.v1.SiteService.Sessions:input_type -> gpuctl.v1.SiteMachine
+	37, // 72: gpuctl.v1.SiteService.Freeze:input_type -> gpuctl.v1.SiteSessionsRequest
+	33, // 73: gpuctl.v1.SiteService.Release:input_type -> gpuctl.v1.SiteCardRequest
+	33, // 74: gpuctl.v1.SiteService.TakeUp:input_type -> gpuctl.v1.SiteCardRequest
+	33, // 75: gpuctl.v1.SiteService.Await:input_type -> gpuctl.v1.SiteCardRequest
+	37, // 76: gpuctl.v1.SiteService.Thaw:input_type -> gpuctl.v1.SiteSessionsRequest
+	33, // 77: gpuctl.v1.SiteService.Stop:input_type -> gpuctl.v1.SiteCardRequest
+	33, // 78: gpuctl.v1.SiteService.Start:input_type -> gpuctl.v1.SiteCardRequest
+	26, // 79: gpuctl.v1.SiteService.Definition:input_type -> gpuctl.v1.SiteMachine
+	31, // 80: gpuctl.v1.SiteService.Define:input_type -> gpuctl.v1.SiteDefinition
+	26, // 81: gpuctl.v1.SiteService.Undefine:input_type -> gpuctl.v1.SiteMachine
+	38, // 82: gpuctl.v1.SiteService.Keep:input_type -> gpuctl.v1.SiteKeepRequest
+	37, // 83: gpuctl.v1.SiteService.Deposit:input_type -> gpuctl.v1.SiteSessionsRequest
+	26, // 84: gpuctl.v1.SiteService.Forget:input_type -> gpuctl.v1.SiteMachine
+	26, // 85: gpuctl.v1.SiteService.ParkParts:input_type -> gpuctl.v1.SiteMachine
+	15, // 86: gpuctl.v1.SiteService.ExpectParts:input_type -> gpuctl.v1.SiteParts
+	17, // 87: gpuctl.v1.SiteService.TakeParts:input_type -> gpuctl.v1.SitePartsRequest
+	26, // 88: gpuctl.v1.SiteService.DropParts:input_type -> gpuctl.v1.SiteMachine
+	18, // 89: gpuctl.v1.SiteService.PartContents:input_type -> gpuctl.v1.SitePartRequest
+	18, // 90: gpuctl.v1.SiteService.GivePart:input_type -> gpuctl.v1.SitePartRequest
+	21, // 91: gpuctl.v1.SiteService.Reach:input_type -> gpuctl.v1.SiteReachRequest
+	22, // 92: gpuctl.v1.SiteService.Lend:input_type -> gpuctl.v1.SiteLendRequest
+	22, // 93: gpuctl.v1.SiteService.EndLend:input_type -> gpuctl.v1.SiteLendRequest
+	22, // 94: gpuctl.v1.SiteService.Follow:input_type -> gpuctl.v1.SiteLendRequest
+	23, // 95: gpuctl.v1.SiteService.Lease:input_type -> gpuctl.v1.SiteLeaseRequest
+	25, // 96: gpuctl.v1.SiteService.Swap:input_type -> gpuctl.v1.SiteSwapRequest
+	37, // 97: gpuctl.v1.SiteService.Home:input_type -> gpuctl.v1.SiteSessionsRequest
+	37, // 98: gpuctl.v1.SiteService.Lost:input_type -> gpuctl.v1.SiteSessionsRequest
+	1,  // 99: gpuctl.v1.MigrationService.Plan:output_type -> gpuctl.v1.MachinePlanResponse
+	7,  // 100: gpuctl.v1.MigrationService.Start:output_type -> gpuctl.v1.MachineProgress
+	7,  // 101: gpuctl.v1.MigrationService.Watch:output_type -> gpuctl.v1.MachineProgress
+	10, // 102: gpuctl.v1.MigrationService.Abort:output_type -> gpuctl.v1.MachineAbortResponse
+	12, // 103: gpuctl.v1.MigrationService.Resume:output_type -> gpuctl.v1.MachineResumeResponse
+	58, // 104: gpuctl.v1.MigrationService.Rehearse:output_type -> gpuctl.v1.OperationUpdate
+	39, // 105: gpuctl.v1.SiteService.MachineFacts:output_type -> gpuctl.v1.SiteMachineFacts
+	59, // 106: gpuctl.v1.SiteService.Serves:output_type -> gpuctl.v1.ServesResponse
+	46, // 107: gpuctl.v1.SiteService.HostFacts:output_type -> gpuctl.v1.SiteHostFacts
+	32, // 108: gpuctl.v1.SiteService.Where:output_type -> gpuctl.v1.SiteWhereResponse
+	29, // 109: gpuctl.v1.SiteService.Pause:output_type -> gpuctl.v1.SiteDone
+	29, // 110: gpuctl.v1.SiteService.Unpause:output_type -> gpuctl.v1.SiteDone
+	29, // 111: gpuctl.v1.SiteService.Reserve:output_type -> gpuctl.v1.SiteDone
+	27, // 112: gpuctl.v1.SiteService.Prepare:output_type -> gpuctl.v1.SitePrepareResponse
+	29, // 113: gpuctl.v1.SiteService.Expect:output_type -> gpuctl.v1.SiteDone
+	29, // 114: gpuctl.v1.SiteService.Attach:output_type -> gpuctl.v1.SiteDone
+	30, // 115: gpuctl.v1.SiteService.Detach:output_type -> gpuctl.v1.SiteDetachResponse
+	29, // 116: gpuctl.v1.SiteService.GiveBack:output_type -> gpuctl.v1.SiteDone
+	35, // 117: gpuctl.v1.SiteService.Move:output_type -> gpuctl.v1.SiteProgress
+	36, // 118: gpuctl.v1.SiteService.Sessions:output_type -> gpuctl.v1.SiteSessionsResponse
+	35, // 119: gpuctl.v1.SiteService.Freeze:output_type -> gpuctl.v1.SiteProgress
+	29, // 120: gpuctl.v1.SiteService.Release:output_type -> gpuctl.v1.SiteDone
+	29, // 121: gpuctl.v1.SiteService.TakeUp:output_type -> gpuctl.v1.SiteDone
+	29, // 122: gpuctl.v1.SiteService.Await:output_type -> gpuctl.v1.SiteDone
+	35, // 123: gpuctl.v1.SiteService.Thaw:output_type -> gpuctl.v1.SiteProgress
+	29, // 124: gpuctl.v1.SiteService.Stop:output_type -> gpuctl.v1.SiteDone
+	29, // 125: gpuctl.v1.SiteService.Start:output_type -> gpuctl.v1.SiteDone
+	31, // 126: gpuctl.v1.SiteService.Definition:output_type -> gpuctl.v1.SiteDefinition
+	29, // 127: gpuctl.v1.SiteService.Define:output_type -> gpuctl.v1.SiteDone
+	29, // 128: gpuctl.v1.SiteService.Undefine:output_type -> gpuctl.v1.SiteDone
+	29, // 129: gpuctl.v1.SiteService.Keep:output_type -> gpuctl.v1.SiteDone
+	35, // 130: gpuctl.v1.SiteService.Deposit:output_type -> gpuctl.v1.SiteProgress
+	29, // 131: gpuctl.v1.SiteService.Forget:output_type -> gpuctl.v1.SiteDone
+	15, // 132: gpuctl.v1.SiteService.ParkParts:output_type -> gpuctl.v1.SiteParts
+	29, // 133: gpuctl.v1.SiteService.ExpectParts:output_type -> gpuctl.v1.SiteDone
+	29, // 134: gpuctl.v1.SiteService.TakeParts:output_type -> gpuctl.v1.SiteDone
+	29, // 135: gpuctl.v1.SiteService.DropParts:output_type -> gpuctl.v1.SiteDone
+	19, // 136: gpuctl.v1.SiteService.PartContents:output_type -> gpuctl.v1.SitePartChunk
+	29, // 137: gpuctl.v1.SiteService.GivePart:output_type -> gpuctl.v1.SiteDone
+	60, // 138: gpuctl.v1.SiteService.Reach:output_type -> gpuctl.v1.ReachResponse
+	29, // 139: gpuctl.v1.SiteService.Lend:output_type -> gpuctl.v1.SiteDone
+	29, // 140: gpuctl.v1.SiteService.EndLend:output_type -> gpuctl.v1.SiteDone
+	29, // 141: gpuctl.v1.SiteService.Follow:output_type -> gpuctl.v1.SiteDone
+	24, // 142: gpuctl.v1.SiteService.Lease:output_type -> gpuctl.v1.SiteLeaseResponse
+	35, // 143: gpuctl.v1.SiteService.Swap:output_type -> gpuctl.v1.SiteProgress
+	35, // 144: gpuctl.v1.SiteService.Home:output_type -> gpuctl.v1.SiteProgress
+	14, // 145: gpuctl.v1.SiteService.Lost:output_type -> gpuctl.v1.SiteLostResponse
+	99, // [99:146] is the sub-list for method output_type
+	52, // [52:99] is the sub-list for method input_type
+	52, // [52:52] is the sub-list for extension type_name
+	52, // [52:52] is the sub-list for extension extendee
+	0,  // [0:52] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_migrate_proto_init() }
@@ -2831,6 +4100,7 @@ func file_gpuctl_v1_migrate_proto_init() {
 		return
 	}
 	file_gpuctl_v1_agent_proto_init()
+	file_gpuctl_v1_host_proto_init()
 	file_gpuctl_v1_types_proto_init()
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -2838,7 +4108,7 @@ func file_gpuctl_v1_migrate_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_migrate_proto_rawDesc), len(file_gpuctl_v1_migrate_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   33,
+			NumMessages:   48,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

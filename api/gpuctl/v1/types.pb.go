@@ -418,8 +418,13 @@ type Remote struct {
 	PrivateKey     []byte                 `protobuf:"bytes,5,opt,name=private_key,json=privateKey,proto3" json:"private_key,omitempty"`               // of the carrier, PKCS #8, DER
 	Plain          bool                   `protobuf:"varint,6,opt,name=plain,proto3" json:"plain,omitempty"`                                          // without TLS; Lend must have been asked for the same
 	OutageMs       int64                  `protobuf:"varint,7,opt,name=outage_ms,json=outageMs,proto3" json:"outage_ms,omitempty"`                    // how long the connection may be broken before the session is lost; 0: 5 minutes
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	CompressAlways bool                   `protobuf:"varint,8,opt,name=compress_always,json=compressAlways,proto3" json:"compress_always,omitempty"`  // compress whatever can be, however fast the network is: for tests
+	Memory         uint64                 `protobuf:"varint,9,opt,name=memory,proto3" json:"memory,omitempty"`                                        // most bytes of memory objects that the session may have there; 0: unknown
+	// In the target of a swap from another remote GPU: the name of a fetch, as AllowFetch of
+	// the source's host returned it. Contents go straight between the two hosts then.
+	Fetch         string `protobuf:"bytes,80,opt,name=fetch,proto3" json:"fetch,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Remote) Reset() {
@@ -499,6 +504,27 @@ func (x *Remote) GetOutageMs() int64 {
 		return x.OutageMs
 	}
 	return 0
+}
+
+func (x *Remote) GetCompressAlways() bool {
+	if x != nil {
+		return x.CompressAlways
+	}
+	return false
+}
+
+func (x *Remote) GetMemory() uint64 {
+	if x != nil {
+		return x.Memory
+	}
+	return 0
+}
+
+func (x *Remote) GetFetch() string {
+	if x != nil {
+		return x.Fetch
+	}
+	return ""
 }
 
 // VirtualDevice is what the application sees; empty fields follow the first
@@ -1020,11 +1046,13 @@ type Usage struct {
 	Kernels          uint32                 `protobuf:"varint,9,opt,name=kernels,proto3" json:"kernels,omitempty"`
 	Queues           uint32                 `protobuf:"varint,10,opt,name=queues,proto3" json:"queues,omitempty"`
 	Contexts         uint32                 `protobuf:"varint,11,opt,name=contexts,proto3" json:"contexts,omitempty"`
-	Dirty            uint64                 `protobuf:"varint,12,opt,name=dirty,proto3" json:"dirty,omitempty"`       // bytes not yet copied by pre-copy
-	Calls            uint64                 `protobuf:"varint,13,opt,name=calls,proto3" json:"calls,omitempty"`       // requests served
-	Launches         uint64                 `protobuf:"varint,14,opt,name=launches,proto3" json:"launches,omitempty"` // kernels launched
-	Held             uint32                 `protobuf:"varint,15,opt,name=held,proto3" json:"held,omitempty"`         // commands held back for user events
-	Mapped           uint32                 `protobuf:"varint,16,opt,name=mapped,proto3" json:"mapped,omitempty"`     // live mappings
+	Dirty            uint64                 `protobuf:"varint,12,opt,name=dirty,proto3" json:"dirty,omitempty"`                   // bytes not yet copied by pre-copy
+	Calls            uint64                 `protobuf:"varint,13,opt,name=calls,proto3" json:"calls,omitempty"`                   // requests served
+	Launches         uint64                 `protobuf:"varint,14,opt,name=launches,proto3" json:"launches,omitempty"`             // kernels launched
+	Held             uint32                 `protobuf:"varint,15,opt,name=held,proto3" json:"held,omitempty"`                     // commands held back for user events
+	Mapped           uint32                 `protobuf:"varint,16,opt,name=mapped,proto3" json:"mapped,omitempty"`                 // live mappings
+	ToFar            *Traffic               `protobuf:"bytes,17,opt,name=to_far,json=toFar,proto3" json:"to_far,omitempty"`       // of a session with a carrier: what that has sent to the far executor
+	FromFar          *Traffic               `protobuf:"bytes,18,opt,name=from_far,json=fromFar,proto3" json:"from_far,omitempty"` // and what the far executor has sent to it
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
 }
@@ -1171,6 +1199,82 @@ func (x *Usage) GetMapped() uint32 {
 	return 0
 }
 
+func (x *Usage) GetToFar() *Traffic {
+	if x != nil {
+		return x.ToFar
+	}
+	return nil
+}
+
+func (x *Usage) GetFromFar() *Traffic {
+	if x != nil {
+		return x.FromFar
+	}
+	return nil
+}
+
+// Traffic is what one end of a carrier's connections has sent, in bytes, without
+// that of control.
+type Traffic struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Plain         uint64                 `protobuf:"varint,1,opt,name=plain,proto3" json:"plain,omitempty"`                                   // as it was
+	Compressed    uint64                 `protobuf:"varint,2,opt,name=compressed,proto3" json:"compressed,omitempty"`                         // compressed: before, and
+	CompressedTo  uint64                 `protobuf:"varint,3,opt,name=compressed_to,json=compressedTo,proto3" json:"compressed_to,omitempty"` // after
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Traffic) Reset() {
+	*x = Traffic{}
+	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Traffic) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Traffic) ProtoMessage() {}
+
+func (x *Traffic) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Traffic.ProtoReflect.Descriptor instead.
+func (*Traffic) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *Traffic) GetPlain() uint64 {
+	if x != nil {
+		return x.Plain
+	}
+	return 0
+}
+
+func (x *Traffic) GetCompressed() uint64 {
+	if x != nil {
+		return x.Compressed
+	}
+	return 0
+}
+
+func (x *Traffic) GetCompressedTo() uint64 {
+	if x != nil {
+		return x.CompressedTo
+	}
+	return 0
+}
+
 // Session is the use of a GPU by one application process.
 type Session struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1198,7 +1302,7 @@ type Session struct {
 
 func (x *Session) Reset() {
 	*x = Session{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1210,7 +1314,7 @@ func (x *Session) String() string {
 func (*Session) ProtoMessage() {}
 
 func (x *Session) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1223,7 +1327,7 @@ func (x *Session) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Session.ProtoReflect.Descriptor instead.
 func (*Session) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{11}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Session) GetId() string {
@@ -1352,6 +1456,75 @@ func (x *Session) GetDriver() *DriverState {
 	return nil
 }
 
+// LostSession is a session that was lost: what its application had on a GPU exists no longer.
+type LostSession struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	Command       string                 `protobuf:"bytes,2,opt,name=command,proto3" json:"command,omitempty"`
+	Reason        string                 `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`                              // why
+	LostUnixMs    int64                  `protobuf:"varint,4,opt,name=lost_unix_ms,json=lostUnixMs,proto3" json:"lost_unix_ms,omitempty"` // by the clock of its machine
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LostSession) Reset() {
+	*x = LostSession{}
+	mi := &file_gpuctl_v1_types_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LostSession) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LostSession) ProtoMessage() {}
+
+func (x *LostSession) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_types_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LostSession.ProtoReflect.Descriptor instead.
+func (*LostSession) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *LostSession) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *LostSession) GetCommand() string {
+	if x != nil {
+		return x.Command
+	}
+	return ""
+}
+
+func (x *LostSession) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+func (x *LostSession) GetLostUnixMs() int64 {
+	if x != nil {
+		return x.LostUnixMs
+	}
+	return 0
+}
+
 // Share is what a session has had of its GPUs since it came to them.
 type Share struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1370,7 +1543,7 @@ type Share struct {
 
 func (x *Share) Reset() {
 	*x = Share{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1382,7 +1555,7 @@ func (x *Share) String() string {
 func (*Share) ProtoMessage() {}
 
 func (x *Share) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1395,7 +1568,7 @@ func (x *Share) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Share.ProtoReflect.Descriptor instead.
 func (*Share) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{12}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Share) GetShared() bool {
@@ -1473,7 +1646,7 @@ type StateMark struct {
 
 func (x *StateMark) Reset() {
 	*x = StateMark{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1485,7 +1658,7 @@ func (x *StateMark) String() string {
 func (*StateMark) ProtoMessage() {}
 
 func (x *StateMark) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1498,7 +1671,7 @@ func (x *StateMark) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StateMark.ProtoReflect.Descriptor instead.
 func (*StateMark) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{13}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *StateMark) GetId() string {
@@ -1534,7 +1707,7 @@ type StateChunk struct {
 
 func (x *StateChunk) Reset() {
 	*x = StateChunk{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1546,7 +1719,7 @@ func (x *StateChunk) String() string {
 func (*StateChunk) ProtoMessage() {}
 
 func (x *StateChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1559,7 +1732,7 @@ func (x *StateChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StateChunk.ProtoReflect.Descriptor instead.
 func (*StateChunk) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{14}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *StateChunk) GetData() []byte {
@@ -1585,14 +1758,15 @@ type Progress struct {
 	BytesDone     uint64                 `protobuf:"varint,4,opt,name=bytes_done,json=bytesDone,proto3" json:"bytes_done,omitempty"`
 	BytesTotal    uint64                 `protobuf:"varint,5,opt,name=bytes_total,json=bytesTotal,proto3" json:"bytes_total,omitempty"`
 	Message       string                 `protobuf:"bytes,6,opt,name=message,proto3" json:"message,omitempty"`
-	Result        *SwapResult            `protobuf:"bytes,7,opt,name=result,proto3" json:"result,omitempty"` // in the last message only
+	Result        *SwapResult            `protobuf:"bytes,7,opt,name=result,proto3" json:"result,omitempty"`                                      // in the last message only
+	BytesStraight uint64                 `protobuf:"varint,80,opt,name=bytes_straight,json=bytesStraight,proto3" json:"bytes_straight,omitempty"` // of bytes_done, what went straight between two far executors
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Progress) Reset() {
 	*x = Progress{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1604,7 +1778,7 @@ func (x *Progress) String() string {
 func (*Progress) ProtoMessage() {}
 
 func (x *Progress) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1617,7 +1791,7 @@ func (x *Progress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Progress.ProtoReflect.Descriptor instead.
 func (*Progress) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{15}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Progress) GetStep() string {
@@ -1669,6 +1843,13 @@ func (x *Progress) GetResult() *SwapResult {
 	return nil
 }
 
+func (x *Progress) GetBytesStraight() uint64 {
+	if x != nil {
+		return x.BytesStraight
+	}
+	return 0
+}
+
 // Prediction is the range in which a time is expected.
 type Prediction struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1681,7 +1862,7 @@ type Prediction struct {
 
 func (x *Prediction) Reset() {
 	*x = Prediction{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1693,7 +1874,7 @@ func (x *Prediction) String() string {
 func (*Prediction) ProtoMessage() {}
 
 func (x *Prediction) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1706,7 +1887,7 @@ func (x *Prediction) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Prediction.ProtoReflect.Descriptor instead.
 func (*Prediction) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{16}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Prediction) GetLowNs() int64 {
@@ -1741,7 +1922,7 @@ type StepTime struct {
 
 func (x *StepTime) Reset() {
 	*x = StepTime{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1753,7 +1934,7 @@ func (x *StepTime) String() string {
 func (*StepTime) ProtoMessage() {}
 
 func (x *StepTime) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1766,7 +1947,7 @@ func (x *StepTime) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StepTime.ProtoReflect.Descriptor instead.
 func (*StepTime) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{17}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *StepTime) GetStep() string {
@@ -1802,16 +1983,18 @@ type SwapResult struct {
 	Reasons        []*Reason              `protobuf:"bytes,8,rep,name=reasons,proto3" json:"reasons,omitempty"`
 	RolledBack     bool                   `protobuf:"varint,9,opt,name=rolled_back,json=rolledBack,proto3" json:"rolled_back,omitempty"` // it has failed, and the session goes on where it was
 	Error          string                 `protobuf:"bytes,10,opt,name=error,proto3" json:"error,omitempty"`
-	Held           bool                   `protobuf:"varint,11,opt,name=held,proto3" json:"held,omitempty"`           // it has failed and is not undone yet; the undo goes on, see the session's state
-	Ended          bool                   `protobuf:"varint,12,opt,name=ended,proto3" json:"ended,omitempty"`         // the application has ended meanwhile
-	Rehearsed      bool                   `protobuf:"varint,40,opt,name=rehearsed,proto3" json:"rehearsed,omitempty"` // it was a rehearsal: the session runs where it ran before
+	Held           bool                   `protobuf:"varint,11,opt,name=held,proto3" json:"held,omitempty"`                                        // it has failed and is not undone yet; the undo goes on, see the session's state
+	Ended          bool                   `protobuf:"varint,12,opt,name=ended,proto3" json:"ended,omitempty"`                                      // the application has ended meanwhile
+	Rehearsed      bool                   `protobuf:"varint,40,opt,name=rehearsed,proto3" json:"rehearsed,omitempty"`                              // it was a rehearsal: the session runs where it ran before
+	BytesStraight  uint64                 `protobuf:"varint,80,opt,name=bytes_straight,json=bytesStraight,proto3" json:"bytes_straight,omitempty"` // of the bytes copied, what went straight from one remote GPU's host to the other's
+	Detour         string                 `protobuf:"bytes,81,opt,name=detour,proto3" json:"detour,omitempty"`                                     // why contents that were to go straight went through the application's host
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
 
 func (x *SwapResult) Reset() {
 	*x = SwapResult{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1823,7 +2006,7 @@ func (x *SwapResult) String() string {
 func (*SwapResult) ProtoMessage() {}
 
 func (x *SwapResult) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1836,7 +2019,7 @@ func (x *SwapResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SwapResult.ProtoReflect.Descriptor instead.
 func (*SwapResult) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{18}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *SwapResult) GetSession() *Session {
@@ -1930,6 +2113,20 @@ func (x *SwapResult) GetRehearsed() bool {
 	return false
 }
 
+func (x *SwapResult) GetBytesStraight() uint64 {
+	if x != nil {
+		return x.BytesStraight
+	}
+	return 0
+}
+
+func (x *SwapResult) GetDetour() string {
+	if x != nil {
+		return x.Detour
+	}
+	return ""
+}
+
 // AdoptRefusal is a process that can't be adopted, with all reasons.
 type AdoptRefusal struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1942,7 +2139,7 @@ type AdoptRefusal struct {
 
 func (x *AdoptRefusal) Reset() {
 	*x = AdoptRefusal{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1954,7 +2151,7 @@ func (x *AdoptRefusal) String() string {
 func (*AdoptRefusal) ProtoMessage() {}
 
 func (x *AdoptRefusal) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1967,7 +2164,7 @@ func (x *AdoptRefusal) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdoptRefusal.ProtoReflect.Descriptor instead.
 func (*AdoptRefusal) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{19}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *AdoptRefusal) GetPid() uint32 {
@@ -2037,7 +2234,7 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"\x06remote\x18\x04 \x01(\v2\x11.gpuctl.v1.RemoteR\x06remote\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xdc\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xb3\x02\n" +
 	"\x06Remote\x12\x1c\n" +
 	"\taddresses\x18\x01 \x03(\tR\taddresses\x12\x14\n" +
 	"\x05token\x18\x02 \x01(\fR\x05token\x12(\n" +
@@ -2046,7 +2243,10 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"\vprivate_key\x18\x05 \x01(\fR\n" +
 	"privateKey\x12\x14\n" +
 	"\x05plain\x18\x06 \x01(\bR\x05plain\x12\x1b\n" +
-	"\toutage_ms\x18\a \x01(\x03R\boutageMs\"\\\n" +
+	"\toutage_ms\x18\a \x01(\x03R\boutageMs\x12'\n" +
+	"\x0fcompress_always\x18\b \x01(\bR\x0ecompressAlways\x12\x16\n" +
+	"\x06memory\x18\t \x01(\x04R\x06memory\x12\x14\n" +
+	"\x05fetch\x18P \x01(\tR\x05fetch\"\\\n" +
 	"\rVirtualDevice\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04type\x18\x02 \x01(\tR\x04type\x12#\n" +
@@ -2087,7 +2287,7 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"objectKind\x12\x16\n" +
 	"\x06object\x18\x03 \x01(\tR\x06object\x12\x12\n" +
 	"\x04next\x18\x04 \x01(\tR\x04next\x12\x14\n" +
-	"\x05retry\x18\x05 \x01(\bR\x05retry\"\xcd\x03\n" +
+	"\x05retry\x18\x05 \x01(\bR\x05retry\"\xa7\x04\n" +
 	"\x05Usage\x12\x16\n" +
 	"\x06memory\x18\x01 \x01(\x04R\x06memory\x12#\n" +
 	"\rlargest_alloc\x18\x02 \x01(\x04R\flargestAlloc\x12,\n" +
@@ -2105,7 +2305,15 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"\x05calls\x18\r \x01(\x04R\x05calls\x12\x1a\n" +
 	"\blaunches\x18\x0e \x01(\x04R\blaunches\x12\x12\n" +
 	"\x04held\x18\x0f \x01(\rR\x04held\x12\x16\n" +
-	"\x06mapped\x18\x10 \x01(\rR\x06mapped\"\xdc\x04\n" +
+	"\x06mapped\x18\x10 \x01(\rR\x06mapped\x12)\n" +
+	"\x06to_far\x18\x11 \x01(\v2\x12.gpuctl.v1.TrafficR\x05toFar\x12-\n" +
+	"\bfrom_far\x18\x12 \x01(\v2\x12.gpuctl.v1.TrafficR\afromFar\"d\n" +
+	"\aTraffic\x12\x14\n" +
+	"\x05plain\x18\x01 \x01(\x04R\x05plain\x12\x1e\n" +
+	"\n" +
+	"compressed\x18\x02 \x01(\x04R\n" +
+	"compressed\x12#\n" +
+	"\rcompressed_to\x18\x03 \x01(\x04R\fcompressedTo\"\xdc\x04\n" +
 	"\aSession\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x14\n" +
 	"\x05claim\x18\x02 \x01(\tR\x05claim\x12\x10\n" +
@@ -2127,7 +2335,13 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"\x06weight\x18\x15 \x01(\rR\x06weight\x12&\n" +
 	"\x05share\x18\x16 \x01(\v2\x10.gpuctl.v1.ShareR\x05share\x12\x16\n" +
 	"\x06engine\x18( \x01(\tR\x06engine\x12.\n" +
-	"\x06driver\x18) \x01(\v2\x16.gpuctl.v1.DriverStateR\x06driver\"\xed\x01\n" +
+	"\x06driver\x18) \x01(\v2\x16.gpuctl.v1.DriverStateR\x06driver\"q\n" +
+	"\vLostSession\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x18\n" +
+	"\acommand\x18\x02 \x01(\tR\acommand\x12\x16\n" +
+	"\x06reason\x18\x03 \x01(\tR\x06reason\x12 \n" +
+	"\flost_unix_ms\x18\x04 \x01(\x03R\n" +
+	"lostUnixMs\"\xed\x01\n" +
 	"\x05Share\x12\x16\n" +
 	"\x06shared\x18\x01 \x01(\bR\x06shared\x12\x18\n" +
 	"\awaiting\x18\x02 \x01(\bR\awaiting\x12\x14\n" +
@@ -2146,7 +2360,7 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"\n" +
 	"StateChunk\x12\x12\n" +
 	"\x04data\x18\x01 \x01(\fR\x04data\x12(\n" +
-	"\x04mark\x18\x02 \x01(\v2\x14.gpuctl.v1.StateMarkR\x04mark\"\xdc\x01\n" +
+	"\x04mark\x18\x02 \x01(\v2\x14.gpuctl.v1.StateMarkR\x04mark\"\x83\x02\n" +
 	"\bProgress\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\tR\x04step\x12\x1d\n" +
 	"\n" +
@@ -2157,7 +2371,8 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"\vbytes_total\x18\x05 \x01(\x04R\n" +
 	"bytesTotal\x12\x18\n" +
 	"\amessage\x18\x06 \x01(\tR\amessage\x12-\n" +
-	"\x06result\x18\a \x01(\v2\x15.gpuctl.v1.SwapResultR\x06result\"X\n" +
+	"\x06result\x18\a \x01(\v2\x15.gpuctl.v1.SwapResultR\x06result\x12%\n" +
+	"\x0ebytes_straight\x18P \x01(\x04R\rbytesStraight\"X\n" +
 	"\n" +
 	"Prediction\x12\x15\n" +
 	"\x06low_ns\x18\x01 \x01(\x03R\x05lowNs\x12\x17\n" +
@@ -2167,7 +2382,7 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"\x04step\x18\x01 \x01(\tR\x04step\x12\x19\n" +
 	"\bstart_ns\x18\x02 \x01(\x03R\astartNs\x12\x1f\n" +
 	"\vduration_ns\x18\x03 \x01(\x03R\n" +
-	"durationNs\"\xb1\x03\n" +
+	"durationNs\"\xf0\x03\n" +
 	"\n" +
 	"SwapResult\x12,\n" +
 	"\asession\x18\x01 \x01(\v2\x12.gpuctl.v1.SessionR\asession\x12\x1d\n" +
@@ -2185,7 +2400,9 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	" \x01(\tR\x05error\x12\x12\n" +
 	"\x04held\x18\v \x01(\bR\x04held\x12\x14\n" +
 	"\x05ended\x18\f \x01(\bR\x05ended\x12\x1c\n" +
-	"\trehearsed\x18( \x01(\bR\trehearsed\"g\n" +
+	"\trehearsed\x18( \x01(\bR\trehearsed\x12%\n" +
+	"\x0ebytes_straight\x18P \x01(\x04R\rbytesStraight\x12\x16\n" +
+	"\x06detour\x18Q \x01(\tR\x06detour\"g\n" +
 	"\fAdoptRefusal\x12\x10\n" +
 	"\x03pid\x18\x01 \x01(\rR\x03pid\x12\x18\n" +
 	"\acommand\x18\x02 \x01(\tR\acommand\x12+\n" +
@@ -2212,7 +2429,7 @@ func file_gpuctl_v1_types_proto_rawDescGZIP() []byte {
 }
 
 var file_gpuctl_v1_types_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_gpuctl_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 21)
+var file_gpuctl_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
 var file_gpuctl_v1_types_proto_goTypes = []any{
 	(SessionState)(0),     // 0: gpuctl.v1.SessionState
 	(*Limits)(nil),        // 1: gpuctl.v1.Limits
@@ -2226,19 +2443,21 @@ var file_gpuctl_v1_types_proto_goTypes = []any{
 	(*Reason)(nil),        // 9: gpuctl.v1.Reason
 	(*ErrorReason)(nil),   // 10: gpuctl.v1.ErrorReason
 	(*Usage)(nil),         // 11: gpuctl.v1.Usage
-	(*Session)(nil),       // 12: gpuctl.v1.Session
-	(*Share)(nil),         // 13: gpuctl.v1.Share
-	(*StateMark)(nil),     // 14: gpuctl.v1.StateMark
-	(*StateChunk)(nil),    // 15: gpuctl.v1.StateChunk
-	(*Progress)(nil),      // 16: gpuctl.v1.Progress
-	(*Prediction)(nil),    // 17: gpuctl.v1.Prediction
-	(*StepTime)(nil),      // 18: gpuctl.v1.StepTime
-	(*SwapResult)(nil),    // 19: gpuctl.v1.SwapResult
-	(*AdoptRefusal)(nil),  // 20: gpuctl.v1.AdoptRefusal
-	nil,                   // 21: gpuctl.v1.Runtime.EnvEntry
+	(*Traffic)(nil),       // 12: gpuctl.v1.Traffic
+	(*Session)(nil),       // 13: gpuctl.v1.Session
+	(*LostSession)(nil),   // 14: gpuctl.v1.LostSession
+	(*Share)(nil),         // 15: gpuctl.v1.Share
+	(*StateMark)(nil),     // 16: gpuctl.v1.StateMark
+	(*StateChunk)(nil),    // 17: gpuctl.v1.StateChunk
+	(*Progress)(nil),      // 18: gpuctl.v1.Progress
+	(*Prediction)(nil),    // 19: gpuctl.v1.Prediction
+	(*StepTime)(nil),      // 20: gpuctl.v1.StepTime
+	(*SwapResult)(nil),    // 21: gpuctl.v1.SwapResult
+	(*AdoptRefusal)(nil),  // 22: gpuctl.v1.AdoptRefusal
+	nil,                   // 23: gpuctl.v1.Runtime.EnvEntry
 }
 var file_gpuctl_v1_types_proto_depIdxs = []int32{
-	21, // 0: gpuctl.v1.Runtime.env:type_name -> gpuctl.v1.Runtime.EnvEntry
+	23, // 0: gpuctl.v1.Runtime.env:type_name -> gpuctl.v1.Runtime.EnvEntry
 	3,  // 1: gpuctl.v1.Runtime.remote:type_name -> gpuctl.v1.Remote
 	2,  // 2: gpuctl.v1.Target.runtime:type_name -> gpuctl.v1.Runtime
 	1,  // 3: gpuctl.v1.Target.limits:type_name -> gpuctl.v1.Limits
@@ -2246,24 +2465,26 @@ var file_gpuctl_v1_types_proto_depIdxs = []int32{
 	8,  // 5: gpuctl.v1.DriverState.processes:type_name -> gpuctl.v1.DriverProcess
 	6,  // 6: gpuctl.v1.DriverState.gpus:type_name -> gpuctl.v1.DriverGPU
 	6,  // 7: gpuctl.v1.DriverProcess.gpus:type_name -> gpuctl.v1.DriverGPU
-	0,  // 8: gpuctl.v1.Session.state:type_name -> gpuctl.v1.SessionState
-	5,  // 9: gpuctl.v1.Session.target:type_name -> gpuctl.v1.Target
-	11, // 10: gpuctl.v1.Session.usage:type_name -> gpuctl.v1.Usage
-	4,  // 11: gpuctl.v1.Session.device:type_name -> gpuctl.v1.VirtualDevice
-	14, // 12: gpuctl.v1.Session.away:type_name -> gpuctl.v1.StateMark
-	13, // 13: gpuctl.v1.Session.share:type_name -> gpuctl.v1.Share
-	7,  // 14: gpuctl.v1.Session.driver:type_name -> gpuctl.v1.DriverState
-	14, // 15: gpuctl.v1.StateChunk.mark:type_name -> gpuctl.v1.StateMark
-	19, // 16: gpuctl.v1.Progress.result:type_name -> gpuctl.v1.SwapResult
-	12, // 17: gpuctl.v1.SwapResult.session:type_name -> gpuctl.v1.Session
-	18, // 18: gpuctl.v1.SwapResult.steps:type_name -> gpuctl.v1.StepTime
-	9,  // 19: gpuctl.v1.SwapResult.reasons:type_name -> gpuctl.v1.Reason
-	9,  // 20: gpuctl.v1.AdoptRefusal.reasons:type_name -> gpuctl.v1.Reason
-	21, // [21:21] is the sub-list for method output_type
-	21, // [21:21] is the sub-list for method input_type
-	21, // [21:21] is the sub-list for extension type_name
-	21, // [21:21] is the sub-list for extension extendee
-	0,  // [0:21] is the sub-list for field type_name
+	12, // 8: gpuctl.v1.Usage.to_far:type_name -> gpuctl.v1.Traffic
+	12, // 9: gpuctl.v1.Usage.from_far:type_name -> gpuctl.v1.Traffic
+	0,  // 10: gpuctl.v1.Session.state:type_name -> gpuctl.v1.SessionState
+	5,  // 11: gpuctl.v1.Session.target:type_name -> gpuctl.v1.Target
+	11, // 12: gpuctl.v1.Session.usage:type_name -> gpuctl.v1.Usage
+	4,  // 13: gpuctl.v1.Session.device:type_name -> gpuctl.v1.VirtualDevice
+	16, // 14: gpuctl.v1.Session.away:type_name -> gpuctl.v1.StateMark
+	15, // 15: gpuctl.v1.Session.share:type_name -> gpuctl.v1.Share
+	7,  // 16: gpuctl.v1.Session.driver:type_name -> gpuctl.v1.DriverState
+	16, // 17: gpuctl.v1.StateChunk.mark:type_name -> gpuctl.v1.StateMark
+	21, // 18: gpuctl.v1.Progress.result:type_name -> gpuctl.v1.SwapResult
+	13, // 19: gpuctl.v1.SwapResult.session:type_name -> gpuctl.v1.Session
+	20, // 20: gpuctl.v1.SwapResult.steps:type_name -> gpuctl.v1.StepTime
+	9,  // 21: gpuctl.v1.SwapResult.reasons:type_name -> gpuctl.v1.Reason
+	9,  // 22: gpuctl.v1.AdoptRefusal.reasons:type_name -> gpuctl.v1.Reason
+	23, // [23:23] is the sub-list for method output_type
+	23, // [23:23] is the sub-list for method input_type
+	23, // [23:23] is the sub-list for extension type_name
+	23, // [23:23] is the sub-list for extension extendee
+	0,  // [0:23] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_types_proto_init() }
@@ -2277,7 +2498,7 @@ func file_gpuctl_v1_types_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_types_proto_rawDesc), len(file_gpuctl_v1_types_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   21,
+			NumMessages:   23,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os/exec"
 	"strconv"
 	"strings"
@@ -24,6 +25,9 @@ const (
 	mostTail  = 2 << 10 // bytes of a log that go into an error
 	mostLog   = 64 << 20
 	killDelay = 5 * time.Second
+
+	shell   = "/bin/sh"
+	waiting = `read -r go && [ "$go" = go ] && exec "$0" "$@" </dev/null`
 )
 
 // Program is the program criu.
@@ -89,7 +93,7 @@ func (p Program) command(ctx context.Context, args ...string) *exec.Cmd {
 }
 
 // Dump writes a process and all that descend from it to a folder, and leaves them stopped.
-// began is told criu's pid. After an error they go on, unless criu was cut off by the
+// began is told criu's pid before criu begins, and an error of it keeps criu from that. After an error they go on, unless criu was cut off by the
 // limit: a process from which criu has not withdrawn may end.
 func (p Program) Dump(ctx context.Context, root int, dir string, limit time.Duration, began func(pid int) error) error {
 	return p.long(ctx, dir, "dump", limit, began, "--tree", strconv.Itoa(root), "--leave-stopped")
@@ -108,11 +112,27 @@ func (p Program) long(ctx context.Context, dir, what string, limit time.Duration
 	defer cancel()
 	log := what + ".log"
 	cmd := p.command(ctx, append([]string{what, "--images-dir", dir, "--libdir", dir, "--log-file", log, "-v2"}, args...)...)
+	// It is criu only after its pid was noted: one that nobody has noted ends by itself.
+	if cmd.Err != nil {
+		return fmt.Errorf("criu %s: %w", what, cmd.Err)
+	}
+	cmd.Path, cmd.Args = shell, append([]string{shell, "-c", waiting, cmd.Path}, cmd.Args[1:]...)
+	gate, err := cmd.StdinPipe()
+	if err != nil {
+		return fmt.Errorf("criu %s: %w", what, err)
+	}
 	if err := cmd.Start(); err != nil {
 		return fmt.Errorf("criu %s: %w", what, err)
 	}
 	berr := began(cmd.Process.Pid)
-	err := cmd.Wait()
+	if berr == nil {
+		_, berr = io.WriteString(gate, "go\n")
+	}
+	_ = gate.Close()
+	err = cmd.Wait()
+	if berr != nil {
+		return fmt.Errorf("criu %s has not begun: %w", what, berr)
+	}
 	if ctx.Err() != nil {
 		err = fmt.Errorf("not done in %v", limit)
 	}
@@ -120,7 +140,7 @@ func (p Program) long(ctx context.Context, dir, what string, limit time.Duration
 		b, _ := beneath.ReadFile(dir, log, mostLog)
 		err = fmt.Errorf("criu %s: %w: %s", what, err, tail(b))
 	}
-	return errors.Join(err, berr)
+	return err
 }
 
 // tail returns the end of a log as one line: the errors in it if there are any.

@@ -1,6 +1,7 @@
 package holders
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -131,6 +132,34 @@ func TestTakeFindsNodes(t *testing.T) {
 	<-p.Done()
 	if !p.Ended() {
 		t.Error("it has ended, and is not known to")
+	}
+}
+
+// A number that a process had may be a thread's now: the process has ended.
+func TestThreadIsNoProcess(t *testing.T) {
+	ids, err := (Roots{}).Threads(os.Getpid())
+	if err != nil {
+		t.Fatal(err)
+	}
+	threads := 0
+	for _, id := range ids {
+		if id == os.Getpid() {
+			continue
+		}
+		threads++
+		if _, err := Pin(id, 0); !errors.Is(err, ErrGone) {
+			t.Errorf("%v", err)
+		}
+		if !(Roots{}).Taken(id) {
+			t.Errorf("thread %d does not take its number", id)
+		}
+	}
+	if threads == 0 {
+		t.Error("no threads")
+	}
+	layout, err := (Roots{}).Layout(os.Getpid())
+	if err != nil || strings.Count(layout, "-") != 9 || strings.HasPrefix(layout, "0-") {
+		t.Errorf("%q, %v", layout, err)
 	}
 }
 

@@ -31,6 +31,7 @@ type Process struct {
 	Terminal       int // its controlling terminal's number; 0: none
 	Start          uint64
 	Name           string // of the program, as the kernel has it
+	Stopped        bool   // by a signal, or by a debugger
 
 	zombie, own bool
 }
@@ -350,6 +351,15 @@ func (r Roots) cgroup(pid int) string {
 	return ""
 }
 
+// Parent returns the process that a process is a child of; 0: the kernel's.
+func (r Roots) Parent(pid int) (int, error) {
+	p, err := readStat(r.proc(), pid)
+	if err != nil {
+		return 0, err
+	}
+	return p.Parent, nil
+}
+
 // readStat reads /proc/PID/stat.
 func readStat(proc string, pid int) (*Process, error) {
 	b, err := Roots{Proc: proc}.read(pid, "stat")
@@ -357,6 +367,35 @@ func readStat(proc string, pid int) (*Process, error) {
 		return nil, err
 	}
 	return parseStat(pid, string(b))
+}
+
+// Layout says where the parts of a process's memory are: its program, stack, data, arguments
+// and environment, as the kernel has put them there at random.
+func (r Roots) Layout(pid int) (string, error) {
+	b, err := r.read(pid, "stat")
+	if err != nil {
+		return "", fmt.Errorf("layout of pid %d: %w", pid, err)
+	}
+	f := strings.Fields(string(b[max(0, strings.LastIndexByte(string(b), ')')):]))
+	const program, stack, data, environment = 24, 26, 43, 49 // fields 26, 28, 45 and 51 of proc(5)
+	if len(f) <= environment {
+		return "", fmt.Errorf("pid %d: malformed stat", pid)
+	}
+	return strings.Join(slices.Concat(f[program:stack+1], f[data:environment+1]), "-"), nil
+}
+
+// Resident returns how many bytes of memory a process has.
+func (r Roots) Resident(pid int) (uint64, error) {
+	b, err := r.read(pid, "statm")
+	if err != nil {
+		return 0, fmt.Errorf("memory of pid %d: %w", pid, err)
+	}
+	f := strings.Fields(string(b))
+	if len(f) < 2 {
+		return 0, fmt.Errorf("pid %d: malformed statm", pid)
+	}
+	pages, err := strconv.ParseUint(f[1], 10, 50)
+	return pages * uint64(os.Getpagesize()), err
 }
 
 // parseStat parses it. The name in field 2 may contain any character.
@@ -369,7 +408,7 @@ func parseStat(pid int, s string) (*Process, error) {
 	if len(f) < 20 {
 		return nil, fmt.Errorf("pid %d: malformed stat", pid)
 	}
-	p := &Process{PID: pid, Name: strings.ToValidUTF8(s[open+1:end], "?"), zombie: f[0] == "Z" || f[0] == "X"}
+	p := &Process{PID: pid, Name: strings.ToValidUTF8(s[open+1:end], "?"), zombie: f[0] == "Z" || f[0] == "X", Stopped: f[0] == "T" || f[0] == "t"}
 	var errs []error
 	for i, into := range []*int{&p.Parent, &p.Group, &p.Session, &p.Terminal} {
 		n, err := strconv.Atoi(f[1+i])

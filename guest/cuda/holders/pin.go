@@ -27,7 +27,7 @@ type Pinned struct {
 // Pin pins the process with that pid. A start time other than 0 must match.
 func Pin(pid int, start uint64) (*Pinned, error) {
 	fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
-	if errors.Is(err, unix.ESRCH) {
+	if errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOENT) { // the last two: a thread has the number
 		return nil, fmt.Errorf("pid %d: %w", pid, ErrGone)
 	}
 	if err != nil {
@@ -36,6 +36,10 @@ func Pin(pid int, start uint64) (*Pinned, error) {
 	f := os.NewFile(uintptr(fd), "pid "+strconv.Itoa(pid))
 	// Read the time after the pidfd is open: then both are of the same process.
 	p, err := readStat("/proc", pid)
+	if err != nil && !gone(err) { // for lack of descriptors, or of rights
+		f.Close()
+		return nil, fmt.Errorf("look at pid %d: %w", pid, err)
+	}
 	if err != nil || p.zombie || (start != 0 && p.Start != start) {
 		f.Close()
 		return nil, fmt.Errorf("pid %d: %w", pid, ErrGone)

@@ -42,11 +42,11 @@ func (r Roots) Threads(pid int) ([]int, error) {
 	return ids, nil
 }
 
-// Taken reports whether a process or a thread has that number.
+// Taken reports whether a process or a thread has that number, or may have it.
 func (r Roots) Taken(id int) bool {
 	d, err := beneath.OpenDir(r.proc(), strconv.Itoa(id))
 	if err != nil {
-		return false
+		return !gone(err)
 	}
 	d.Close()
 	return true

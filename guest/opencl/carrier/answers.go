@@ -37,6 +37,8 @@ func (c *carrier) block(head []byte, n int) (remote.Block, error) {
 		return x, err
 	case x.Size() != uint64(n):
 		return x, fmt.Errorf("%d bytes for a block of %d: %w", n, x.Size(), errHostile)
+	case c.ring.Owner() != c.cfg.Generation:
+		return x, c.notOurs()
 	case !c.mayWrite(&x):
 		return x, fmt.Errorf("block of %d bytes at %#x, where nothing is expected: %w", n, x.At, errHostile)
 	}
@@ -81,10 +83,14 @@ func (c *carrier) command(f link.Frame) error {
 		return c.pend(i, state)
 	case remote.KindBlock:
 		x, err := c.block(f.Head, len(f.Body))
-		if err == nil && !x.Tight() {
+		if err != nil {
+			return err
+		}
+		if !x.Tight() {
 			x.Store(c.arena.Bytes(), f.Body)
 		}
-		return err
+		c.shows(&x, f.Body)
+		return nil
 	case remote.KindCallback:
 		var token, status, kind uint64
 		if err := remote.ParseWords(f.Head, &token, &status, &kind); err != nil {
@@ -93,6 +99,10 @@ func (c *carrier) command(f link.Frame) error {
 		if token > 1<<32-1 || status > 1<<32-1 || kind == 0 || kind > wire.CbDestroyed {
 			return fmt.Errorf("callback %d of kind %d: %w", token, kind, errHostile)
 		}
+		if err := c.owns(); err != nil {
+			return err
+		}
+		c.cbCame.Add(1)
 		select {
 		case c.callbacks <- [3]uint32{uint32(token), uint32(status), uint32(kind)}:
 			return nil
@@ -100,7 +110,7 @@ func (c *carrier) command(f link.Frame) error {
 			return fmt.Errorf("more than %d callbacks: %w", wire.CbCount, errHostile)
 		}
 	case remote.KindPrint:
-		if err := c.speaks(); err != nil {
+		if err := c.owns(); err != nil {
 			return err
 		}
 		return c.print(f.Body)
@@ -124,6 +134,7 @@ func (c *carrier) command(f link.Frame) error {
 			return fmt.Errorf("%d mappings: %w", len(c.mappings), errHostile)
 		}
 		c.mappings[mapKey{m.Mem, m.ID}] = m
+		c.await(m)
 		return nil
 	}
 	return c.service(f)
@@ -138,11 +149,24 @@ func (c *carrier) speaks() error {
 	switch {
 	case c.active.Load():
 	case c.ring.Owner() != c.cfg.Generation:
-		return fmt.Errorf("it answers for executor %d, which does not serve the session: %w", c.cfg.Generation, errHostile)
+		return c.notOurs()
 	default:
 		c.ring.SetServing(c.cfg.Generation)
 	}
 	return nil
+}
+
+func (c *carrier) notOurs() error {
+	return fmt.Errorf("it answers for executor %d, which does not serve the session: %w", c.cfg.Generation, errHostile)
+}
+
+// owns is speaks for what two executors would write at the same places: the application's
+// memory, and the rings of its callbacks and its text.
+func (c *carrier) owns() error {
+	if c.ring.Owner() != c.cfg.Generation {
+		return c.notOurs()
+	}
+	return c.speaks()
 }
 
 // service takes a frame that the application does not see.
@@ -153,7 +177,7 @@ func (c *carrier) service(f link.Frame) error {
 		if err := remote.ParseWords(f.Head, &off, &size); err != nil {
 			return err
 		}
-		if off >= c.split || size > c.split-off {
+		if size == 0 || off >= c.split || size > c.split-off {
 			return fmt.Errorf("%d bytes freed at %#x: %w", size, off, errHostile)
 		}
 		return c.freed(span{off, size})
@@ -273,6 +297,25 @@ func (c *carrier) pushCallbacks() {
 			}
 			c.cbTaken.Add(1)
 			c.tell()
+		}
+	}
+}
+
+// awaitTaken waits until the application's rings have all callbacks and all text that the
+// far executor has said. When another executor serves the session, nobody writes what is
+// left here.
+func (c *carrier) awaitTaken(ctx context.Context) error {
+	for nap := 50 * time.Microsecond; ; nap = min(2*nap, time.Millisecond) {
+		text, callbacks := c.pushText(), c.cbCame.Load()-c.cbTaken.Load()
+		if text == 0 && callbacks == 0 {
+			return nil
+		}
+		select {
+		case <-time.After(nap):
+		case <-c.ctx.Done():
+			return c.ctx.Err()
+		case <-ctx.Done():
+			return fmt.Errorf("the application has not taken %d callbacks and %d bytes of text: %w", callbacks, text, ctx.Err())
 		}
 	}
 }

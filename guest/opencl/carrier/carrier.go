@@ -5,6 +5,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"hash/maphash"
 	"log/slog"
 	"net"
 	"net/http"
@@ -14,6 +15,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"connectrpc.com/connect"
 	"golang.org/x/sys/unix"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
@@ -21,6 +23,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+	"github.com/gpuctl/gpuctl/internal/compress"
 	"github.com/gpuctl/gpuctl/internal/link"
 )
 
@@ -75,12 +78,21 @@ type carrier struct {
 	once           sync.Once
 
 	active, frozen, prepared atomic.Bool
+	mapped                   atomic.Bool // when it was frozen last, the application had something mapped
 	gate                     gate
-	seen                     atomic.Int64 // UnixNano when the far host was heard last; 0: it is connected
+	broken                   [remote.Bulk + 1]atomic.Int64 // by stream: UnixNano when its connection broke; 0: it is connected
 
 	mu       sync.Mutex
 	changed  *sync.Cond
 	mappings map[mapKey]remote.Mapping
+	seed     maphash.Seed
+	asked    map[mapKey]struct{}  // mappings for writing that the application has asked for
+	shown    map[mapKey]*shown    // of the mappings that were asked for here
+	late     []remote.Block       // of a frozen session: unmapped, but the application may still write
+	awaits   map[uint64][]*shown  // by the arena offset at which they begin
+	awaited  int                  // in awaits
+	sums     int                  // in shown
+	current  *shown               // the one that is being shown
 	reads    map[uint32][2]uint64 // staged reads under way: range by completion word
 	synced   [2]uint64            // of the streams of commands and of bulk transfers
 	syncs    uint64
@@ -91,9 +103,10 @@ type carrier struct {
 	punches  []span         // memory to give back when the part's owner has ended
 
 	callbacks chan [3]uint32
-	cbTaken   atomic.Uint64
-	printed   uint64 // bytes that the far executor has printed
-	rest      []byte // of them, what the application's ring had no room for yet
+	cbCame    atomic.Uint64 // callbacks of the far executor
+	cbTaken   atomic.Uint64 // of them, those in the application's ring
+	printed   uint64        // bytes that the far executor has printed
+	rest      []byte        // of them, what the application's ring had no room for yet
 	tellTaken chan struct{}
 	callers   map[uint64]struct{} // slots of calls whose thread moves chunks
 }
@@ -108,7 +121,7 @@ func Main(ctx context.Context, cfg Config) error {
 		cfg.Logger = slog.New(slog.DiscardHandler)
 	}
 	// The threads that read and write must not wait for each other.
-	runtime.GOMAXPROCS(max(4, runtime.NumCPU()+1))
+	runtime.GOMAXPROCS(max(8, runtime.NumCPU()+1))
 	c, err := open(ctx, cfg, fdRing, fdArena, fdState)
 	if err != nil {
 		return err
@@ -120,7 +133,7 @@ func Main(ctx context.Context, cfg Config) error {
 func open(ctx context.Context, cfg Config, ringFD, arenaFD, stateFD int) (*carrier, error) {
 	c := &carrier{
 		cfg: cfg, log: cfg.Logger, state: os.NewFile(uintptr(stateFD), "state"), stop: make(chan struct{}),
-		callers: map[uint64]struct{}{}, mappings: map[mapKey]remote.Mapping{}, reads: map[uint32][2]uint64{},
+		callers: map[uint64]struct{}{}, mappings: map[mapKey]remote.Mapping{}, seed: maphash.MakeSeed(), asked: map[mapKey]struct{}{}, shown: map[mapKey]*shown{}, awaits: map[uint64][]*shown{}, reads: map[uint32][2]uint64{},
 		callbacks: make(chan [3]uint32, wire.CbCount), tellTaken: make(chan struct{}, 1),
 	}
 	c.changed = sync.NewCond(&c.mu)
@@ -140,6 +153,9 @@ func open(ctx context.Context, cfg Config, ringFD, arenaFD, stateFD int) (*carri
 		return nil, fmt.Errorf("ring: %w", err)
 	}
 	c.split = split
+	if c.partSize() == 0 {
+		return nil, fmt.Errorf("arena of %d bytes, split at %d: its parts have no room: %w", size, split, errProtocol)
+	}
 	if c.arena, err = shm.Open(arenaFD, int64(size)); err != nil {
 		return nil, fmt.Errorf("arena: %w", err)
 	}
@@ -179,6 +195,7 @@ func (c *carrier) target(r *gpuctlv1.Remote, h remote.Hello) error {
 	c.dialer = remote.Dialer{
 		Addresses: r.Addresses, Token: remote.Token(r.Token), Plain: r.Plain, Peer: r.PeerCertSha256,
 		Own: remote.Identity{Certificate: r.Certificate, Key: r.PrivateKey}, Hello: h,
+		Compress: remote.Compress{Always: r.CompressAlways, Counts: &compress.Counts{}},
 	}
 	c.outage = DefaultOutage
 	if r.OutageMs > 0 {
@@ -225,9 +242,10 @@ func (c *carrier) run() error {
 		return err
 	}
 	c.far = gpuctlv1connect.NewExecutorServiceClient(&http.Client{Transport: &http.Transport{
-		DialContext:        func(ctx context.Context, _, _ string) (net.Conn, error) { return c.dialer.Dial(ctx, remote.Control) },
-		DisableCompression: true,
-	}}, "http://far", acceptNothing())
+		DialContext:            func(ctx context.Context, _, _ string) (net.Conn, error) { return c.dialer.Dial(ctx, remote.Control) },
+		DisableCompression:     true,
+		MaxResponseHeaderBytes: mostAnswerHeader,
+	}}, "http://far", acceptNothing(), connect.WithReadMaxBytes(mostAnswer))
 	mux := http.NewServeMux()
 	mux.Handle(gpuctlv1connect.NewExecutorServiceHandler(&controller{c: c}))
 	srv := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second}
@@ -276,13 +294,33 @@ func (c *carrier) lose(err error) {
 	c.cancel(err)
 }
 
+// Limits of what the far host answers: gpuguest takes no more of an executor.
+const (
+	mostAnswerHeader = 64 << 10
+	mostAnswer       = 64 << 20 // a session's objects, with the sources of its programs
+)
+
 // How soon a connection is made again.
 const (
 	firstRetry = 20 * time.Millisecond
 	lastRetry  = 2 * time.Second
 
 	startPatience = 10 * time.Second // with the first connection
+	// loadPatience is the same with a far host that takes the connection and does not answer
+	// yet: its far executor loads a runtime. gpuguest waits a little longer for an executor.
+	loadPatience = 150 * time.Second
 )
+
+// patience returns for how long the first connection is tried, after it has failed with err.
+func patience(err error) time.Duration {
+	switch {
+	case errors.Is(err, remote.ErrRefused):
+		return 0
+	case errors.Is(err, remote.ErrSilent):
+		return loadPatience
+	}
+	return startPatience
+}
 
 // keep keeps a stream connected until the carrier's end. The first attempt's result goes to
 // first.
@@ -299,7 +337,7 @@ func (c *carrier) keep(role remote.Role, st *link.Stream, handle func(link.Frame
 			pause = min(2*pause, lastRetry)
 		}
 		switch {
-		case !began && err != nil && !errors.Is(err, remote.ErrRefused) && time.Since(start) < startPatience:
+		case !began && err != nil && time.Since(start) < patience(err):
 			again()
 			continue
 		case !began:
@@ -323,10 +361,10 @@ func (c *carrier) keep(role remote.Role, st *link.Stream, handle func(link.Frame
 			c.log.Info("connected again", "stream", role, "after", time.Since(broken).Round(time.Millisecond))
 		}
 		pause = firstRetry
-		c.seen.Store(0)
+		c.broken[role].Store(0)
 		err = st.Serve(c.ctx, conn, handle)
 		broken = time.Now()
-		c.seen.Store(broken.UnixNano())
+		c.broken[role].Store(broken.UnixNano())
 		if serr := st.Err(); serr != nil {
 			c.lose(fmt.Errorf("far executor: %w", serr))
 			return
@@ -382,6 +420,11 @@ func (o *outbox) run(ctx context.Context) {
 			f(ctx)
 		}
 	}
+}
+
+// post is send for what another frame of the same sender follows.
+func (c *carrier) post(st *link.Stream, kind uint16, head, body []byte) error {
+	return st.Post(c.ctx, link.Frame{Kind: kind, Head: head, Body: body})
 }
 
 func (c *carrier) send(st *link.Stream, kind uint16, head, body []byte, done func()) error {

@@ -91,16 +91,12 @@ func word(r io.Reader) (uint64, error) {
 // be sent; otherwise they follow each batch, and are stored in the arena.
 func (c *carrier) pass(from io.Reader, to io.Writer, out bool) error {
 	return c.passTo(from, out, func(head, pieces []byte) error {
-		if _, err := to.Write(append(head, pieces...)); err != nil {
-			return err
-		}
+		p := remote.NewParcel(append(head, pieces...))
 		for ; out && len(pieces) > 0; pieces = pieces[pieceSize:] {
 			at, n := place(pieces)
-			if _, err := to.Write(c.arena.Bytes()[at : at+n]); err != nil {
-				return err
-			}
+			p.Add(c.arena.Bytes()[at : at+n])
 		}
-		return nil
+		return p.Send(to)
 	})
 }
 
@@ -111,6 +107,7 @@ func place(b []byte) (at, n uint64) {
 
 // passTo reads batches and gives each to f. A batch without pieces names the source's window.
 func (c *carrier) passTo(from io.Reader, out bool, f func(head, pieces []byte) error) error {
+	from = remote.NewReader(from)
 	for {
 		n, err := word(from)
 		if errors.Is(err, io.EOF) {
@@ -183,12 +180,36 @@ func (c *carrier) store(from io.Reader, at, size uint64) error {
 func (c *carrier) touchesMapping(at, n uint64) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for _, m := range c.mappings {
-		if m.Block.At < at+n && at < m.Block.End() {
-			return true
+	touches := false
+	c.eachWritten(func(x *remote.Block) { touches = touches || x.At < at+n && at < x.End() })
+	return touches
+}
+
+// eachWritten calls f with each region whose newest content the application has, or may have.
+// The caller holds c.mu.
+func (c *carrier) eachWritten(f func(x *remote.Block)) {
+	for k, m := range c.mappings {
+		if s := c.shown[k]; s == nil || !s.hidden() {
+			f(&m.Block)
 		}
 	}
-	return false
+	for i := range c.late {
+		f(&c.late[i])
+	}
+}
+
+// keepLate records regions that the application may still write though it has asked to unmap
+// them.
+func (c *carrier) keepLate(late []remote.Block) error {
+	for i := range late {
+		if err := late[i].Check(c.split); err != nil {
+			return err
+		}
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.late = late
+	return nil
 }
 
 // storeAround stores bytes where the application has mapped nothing.
@@ -196,8 +217,7 @@ func (c *carrier) storeAround(at uint64, b []byte) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	keep := make([]bool, len(b))
-	for _, m := range c.mappings {
-		x := m.Block
+	c.eachWritten(func(x *remote.Block) {
 		for z := range x.Slices {
 			for y := range x.Rows {
 				lo := x.At + z*x.SlicePitch + y*x.RowPitch
@@ -207,7 +227,7 @@ func (c *carrier) storeAround(at uint64, b []byte) {
 				}
 			}
 		}
-	}
+	})
 	mem := c.arena.Bytes()[at:]
 	for i, k := range keep {
 		if !k {
@@ -216,11 +236,61 @@ func (c *carrier) storeAround(at uint64, b []byte) {
 	}
 }
 
-// export makes the far executor send its contents to the target of a swap, which is on this
-// host. They pass through the arena, at the places that the far executor chooses in the part
-// that it has with this carrier.
-func (c *carrier) export(ctx context.Context, r *gpuctlv1.ExportRequest, out *connect.ServerStream[gpuctlv1.Progress]) error {
-	target, err := net.DialTimeout("unix", r.Peer, remote.GreetTimeout)
+// export makes the far executor send its contents to the target of a swap, through this host.
+// They pass through the arena, at the places that the far executor chooses in the part that
+// it has with this carrier.
+func (c *carrier) export(ctx context.Context, r *gpuctlv1.ExportRequest, out sender[gpuctlv1.Progress]) error {
+	other := c.exportedTo(r.Peer)
+	err := c.exportHome(ctx, r.Peer, &gpuctlv1.ExportRequest{Peer: remote.ExportPeer, Final: r.Final, All: r.All || other}, out)
+	if err != nil {
+		c.exportedTo("")
+	}
+	return err
+}
+
+// exportStraight makes the far executor send its contents to the far executor that fetches
+// them. What the application has mapped comes through this host at the end: what it has
+// written there is in the session's arena, and the far executor does not have it yet.
+func (c *carrier) exportStraight(ctx context.Context, r *gpuctlv1.ExportRequest, out sender[gpuctlv1.Progress]) error {
+	other := c.exportedTo("fetch:" + r.Fetch)
+	sum := &adding{to: out, straight: true}
+	req := &gpuctlv1.ExportRequest{Fetch: r.Fetch, Final: r.Final, All: r.All || other}
+	err := relay(ctx, connect.NewRequest(req), sum, c.far.Export)
+	if err == nil && r.Final && c.mapped.Load() {
+		sum.next()
+		err = c.exportHome(ctx, r.Peer, &gpuctlv1.ExportRequest{Peer: remote.ExportPeer, Final: true, Mapped: true}, sum)
+	}
+	if err != nil {
+		c.exportedTo("")
+	}
+	return err
+}
+
+// adding adds up the progress of several exports.
+type adding struct {
+	to       sender[gpuctlv1.Progress]
+	straight bool
+	done     uint64 // of the one that runs
+	before   uint64 // of those before it, all of them straight
+}
+
+// next begins with an export that is not straight.
+func (a *adding) next() { a.before, a.straight = a.done, false }
+
+// Send implements sender.
+func (a *adding) Send(p *gpuctlv1.Progress) error {
+	a.done = p.BytesDone
+	p.BytesStraight = a.before
+	if a.straight {
+		p.BytesStraight = a.done
+	}
+	p.BytesDone, p.BytesTotal = p.BytesDone+a.before, p.BytesTotal+a.before
+	return a.to.Send(p)
+}
+
+// exportHome passes on what the far executor sends for a request.
+func (c *carrier) exportHome(ctx context.Context, peer string, req *gpuctlv1.ExportRequest, out sender[gpuctlv1.Progress]) error {
+	target, err := net.DialTimeout("unix", peer, remote.GreetTimeout)
 	if err != nil {
 		return connect.NewError(connect.CodeInternal, fmt.Errorf("reach the target executor: %w", err))
 	}
@@ -235,7 +305,7 @@ func (c *carrier) export(ctx context.Context, r *gpuctlv1.ExportRequest, out *co
 	var hello [greetingSize]byte
 	_ = target.SetReadDeadline(time.Now().Add(remote.GreetTimeout))
 	if _, err := io.ReadFull(target, hello[:]); err != nil || binary.LittleEndian.Uint32(hello[:]) != greeting {
-		return connect.NewError(connect.CodeInternal, fmt.Errorf("target executor at %s does not greet: %w", r.Peer, errors.Join(err, errState)))
+		return connect.NewError(connect.CodeInternal, fmt.Errorf("target executor at %s does not greet: %w", peer, errors.Join(err, errState)))
 	}
 	_ = target.SetReadDeadline(time.Time{})
 	sizes := hello[helloSizes] != 0 // the target is another carrier
@@ -256,9 +326,7 @@ func (c *carrier) export(ctx context.Context, r *gpuctlv1.ExportRequest, out *co
 		}
 		passed <- err
 	})
-	req := &gpuctlv1.ExportRequest{Peer: remote.ExportPeer, Final: r.Final, All: r.All || c.exportedTo(r.Peer)}
 	if err := relay(ctx, connect.NewRequest(req), out, c.far.Export); err != nil {
-		c.exportedTo("")
 		select {
 		case perr := <-passed:
 			if perr != nil {

@@ -22,6 +22,9 @@ import (
 // errState is returned for a request that does not fit the carrier's state.
 var errState = errors.New("not in this state")
 
+// defaultFreeze is how long a freeze may wait for the application, as in an executor.
+const defaultFreeze = 10 * time.Second
+
 func acceptNothing() connect.ClientOption { return connect.WithAcceptCompression("gzip", nil, nil) }
 
 // controller implements ExecutorService. Most calls are forwarded to the far executor.
@@ -56,8 +59,11 @@ func unary[Req, Resp any](ctx context.Context, r *connect.Request[Req], call fun
 	return connect.NewResponse(resp.Msg), nil
 }
 
+// sender is the caller's end of a stream.
+type sender[Msg any] interface{ Send(m *Msg) error }
+
 // relay forwards a stream of the far executor.
-func relay[Req, Msg any](ctx context.Context, r *connect.Request[Req], out *connect.ServerStream[Msg],
+func relay[Req, Msg any](ctx context.Context, r *connect.Request[Req], out sender[Msg],
 	call func(context.Context, *connect.Request[Req]) (*connect.ServerStreamForClient[Msg], error),
 ) error {
 	st, err := call(ctx, connect.NewRequest(r.Msg))
@@ -83,6 +89,10 @@ func (k *controller) Describe(ctx context.Context, r *connect.Request[gpuctlv1.D
 		return nil, err
 	}
 	resp.Msg.Generation, resp.Msg.Active = k.c.cfg.Generation, k.c.active.Load()
+	if resp.Msg.Usage == nil {
+		resp.Msg.Usage = &gpuctlv1.Usage{}
+	}
+	resp.Msg.Usage.ToFar = k.c.dialer.Compress.Traffic()
 	return resp, nil
 }
 
@@ -119,10 +129,18 @@ func (k *controller) Prepare(ctx context.Context, r *connect.Request[gpuctlv1.Pr
 func (k *controller) Export(ctx context.Context, r *connect.Request[gpuctlv1.ExportRequest], out *connect.ServerStream[gpuctlv1.Progress]) error {
 	k.op.Lock()
 	defer k.op.Unlock()
-	if r.Msg.Peer == "" {
+	switch {
+	case r.Msg.Peer == "":
 		return k.c.exportState(ctx, r.Msg, out)
+	case r.Msg.Fetch != "":
+		return k.c.exportStraight(ctx, r.Msg, out)
 	}
 	return k.c.export(ctx, r.Msg, out)
+}
+
+// EndFetch implements ExecutorService. It does not wait for other calls.
+func (k *controller) EndFetch(ctx context.Context, r *connect.Request[gpuctlv1.EndFetchRequest]) (*connect.Response[gpuctlv1.EndFetchResponse], error) {
+	return unary(ctx, r, k.c.far.EndFetch)
 }
 
 // Discard implements ExecutorService.
@@ -149,7 +167,8 @@ func (k *controller) Freeze(ctx context.Context, r *connect.Request[gpuctlv1.Fre
 		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("freeze: %w", errState))
 	}
 	gated := time.Now()
-	c.gate.close(c.ring.WakeReader, c.over)
+	// A reader that can't send, as the connection is broken, does not keep the caller.
+	c.gate.close(c.ring.WakeReader, func() bool { return c.over() || ctx.Err() != nil })
 	if err := c.sync(ctx); err != nil {
 		c.gate.open()
 		return nil, connect.NewError(connect.CodeFailedPrecondition, err)
@@ -162,8 +181,25 @@ func (k *controller) Freeze(ctx context.Context, r *connect.Request[gpuctlv1.Fre
 		return nil, err
 	}
 	c.frozen.Store(true)
-	if err := c.sync(ctx); err != nil {
+	c.mapped.Store(resp.Msg.GetUsage().GetMapped() > 0)
+	late, err := executor.LateUnmaps(resp.Msg.Graph)
+	if err == nil {
+		err = c.keepLate(late)
+	}
+	if err == nil {
+		err = c.sync(ctx)
+	}
+	if err != nil {
 		return nil, err
+	}
+	limit := time.Duration(r.Msg.TimeoutMs) * time.Millisecond
+	if limit <= 0 {
+		limit = defaultFreeze
+	}
+	taken, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	if err := c.awaitTaken(taken); err != nil {
+		return nil, err // the caller thaws
 	}
 	resp.Msg.GatedNs = time.Since(gated).Nanoseconds()
 	return resp, nil
@@ -190,6 +226,7 @@ func (c *carrier) thaw(ctx context.Context, r *connect.Request[gpuctlv1.ThawRequ
 	}
 	if !d.Msg.Frozen {
 		c.dropState()
+		_ = c.keepLate(nil)
 		c.frozen.Store(false)
 		c.gate.open()
 	}
@@ -306,7 +343,7 @@ func (k *controller) Pulse(ctx context.Context, r *connect.Request[gpuctlv1.Puls
 		mu.Lock()
 		p := last
 		mu.Unlock()
-		if since := k.c.seen.Load(); since != 0 {
+		if since := k.c.brokenSince(); since != 0 {
 			p = &gpuctlv1.PulseResponse{WaitsFor: "the connection to the far host is broken", ForNs: time.Now().UnixNano() - since}
 		}
 		if err := out.Send(p); err != nil {
@@ -320,6 +357,16 @@ func (k *controller) Pulse(ctx context.Context, r *connect.Request[gpuctlv1.Puls
 		case <-t.C:
 		}
 	}
+}
+
+// brokenSince returns since when a stream has no connection, or 0 if each has one.
+func (c *carrier) brokenSince() (ns int64) {
+	for i := range c.broken {
+		if t := c.broken[i].Load(); t != 0 && (ns == 0 || t < ns) {
+			ns = t
+		}
+	}
+	return ns
 }
 
 // handed is the last file that gpuguest has sent.
@@ -371,7 +418,7 @@ func (c *carrier) guard() {
 		}
 		c.reclaim()
 		managed, err := shm.Locked(fd, wire.LockManager)
-		if err != nil || managed || c.active.Load() && !c.frozen.Load() {
+		if err != nil || managed || c.active.Load() && !c.gate.closed.Load() {
 			orphan = 0
 			continue
 		}

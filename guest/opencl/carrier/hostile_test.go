@@ -3,15 +3,24 @@ package carrier
 import (
 	"bytes"
 	"context"
+	"fmt"
+	"hash/maphash"
 	"log/slog"
+	"net"
 	"sync"
 	"testing"
 	"time"
 
+	"connectrpc.com/connect"
+	"github.com/fxamacker/cbor/v2"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 	"github.com/gpuctl/gpuctl/internal/link"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 const (
@@ -39,7 +48,7 @@ func newCarrier(t testing.TB) *carrier {
 	q.SetServing(1)
 	c := &carrier{
 		cfg: Config{Generation: 1}, log: slog.New(slog.DiscardHandler), ring: q, region: ring, arena: arena, split: arenaSplit,
-		mappings: map[mapKey]remote.Mapping{}, reads: map[uint32][2]uint64{}, callers: map[uint64]struct{}{},
+		mappings: map[mapKey]remote.Mapping{}, seed: maphash.MakeSeed(), asked: map[mapKey]struct{}{}, shown: map[mapKey]*shown{}, awaits: map[uint64][]*shown{}, reads: map[uint32][2]uint64{}, callers: map[uint64]struct{}{},
 		callbacks: make(chan [3]uint32, wire.CbCount), tellTaken: make(chan struct{}, 1),
 	}
 	c.changed = sync.NewCond(&c.mu)
@@ -183,6 +192,160 @@ func TestMalformedFramesEndTheSession(t *testing.T) {
 		if !bytes.Equal(before, c.region.Bytes()) {
 			t.Errorf("%s: the ring was written", name)
 		}
+	}
+}
+
+// What two executors would write at the same places is not written by one that does not own
+// the session: neither by a swap's target before the commit, nor by its source after it.
+func TestFarHostThatDoesNotOwnTheSessionWritesNothingOfIt(t *testing.T) {
+	for name, active := range map[string]bool{"before the commit": false, "after a swap away": true} {
+		for kind, f := range map[uint16][2][]byte{
+			remote.KindBlock:    {remote.Range(64, 16).Append(nil), bytes.Repeat([]byte{9}, 16)},
+			remote.KindCallback: {remote.Words(3, 0, wire.CbEvent), nil},
+			remote.KindPrint:    {nil, []byte("hello")},
+		} {
+			c := newCarrier(t)
+			c.active.Store(active)
+			c.ring.SetOwner(5)
+			if err := c.giveCommand(kind, f[0], f[1]); err == nil {
+				t.Errorf("%s: kind %d was taken", name, kind)
+			}
+			if c.arena.Bytes()[64] != 0 || len(c.callbacks) > 0 || c.region.Load32(wire.HdrOutTail) != 0 {
+				t.Errorf("%s: kind %d has reached the application", name, kind)
+			}
+		}
+	}
+}
+
+// A chunk that comes without its bytes has been given no place: the application would take
+// what is there from an earlier transfer.
+func TestChunkWithoutBytesIsNotShown(t *testing.T) {
+	for _, write := range []bool{false, true} {
+		c := newCarrier(t)
+		start := remote.LaneStart{Lane: 1, Run: 1, Word: 3, Write: write, Limit: 2, Cut: remote.Cut{Row: 9 << 20, Slice: 9 << 20, Total: 9 << 20}}
+		if err := c.giveBulk(remote.KindLaneStart, start.Append(nil), nil); err != nil {
+			t.Fatal(err)
+		}
+		limit := c.region.Load32(laneWord(1) + wire.LaneLimit)
+		if err := c.giveBulk(remote.KindLaneChunk, remote.Words(1, 1, 3), nil); err == nil {
+			t.Errorf("write %v: it was taken", write)
+		}
+		if got := c.region.Load32(laneWord(1) + wire.LaneLimit); got != limit {
+			t.Errorf("write %v: the application may move %d chunks, not %d", write, got, limit)
+		}
+	}
+}
+
+// farStub is a far executor that freezes at once.
+type farStub struct {
+	gpuctlv1connect.ExecutorServiceClient
+}
+
+func (farStub) Freeze(context.Context, *connect.Request[gpuctlv1.FreezeRequest]) (*connect.Response[gpuctlv1.SnapshotResponse], error) {
+	graph, err := cbor.Marshal(map[string]any{"Version": 3, "Generation": 1}) // a session without objects
+	return connect.NewResponse(&gpuctlv1.SnapshotResponse{Graph: graph}), err
+}
+
+func (farStub) Thaw(context.Context, *connect.Request[gpuctlv1.ThawRequest]) (*connect.Response[gpuctlv1.ThawResponse], error) {
+	return connect.NewResponse(&gpuctlv1.ThawResponse{}), nil
+}
+
+func (farStub) Describe(context.Context, *connect.Request[gpuctlv1.DescribeRequest]) (*connect.Response[gpuctlv1.DescribeResponse], error) {
+	return connect.NewResponse(&gpuctlv1.DescribeResponse{}), nil
+}
+
+// A freeze whose answer is lost leaves the reader at the gate. If gpuguest has died with it,
+// nobody else lets the application go on.
+func TestGuardOpensTheGateAfterAFreezeThatNobodyKnowsOf(t *testing.T) {
+	t.Parallel()
+	c := newCarrier(t)
+	c.active.Store(true)
+	c.far = farStub{}
+	go c.guard()
+	testkit.Until(t, "the reader goes on", func() error { return testkit.Want(!c.gate.closed.Load(), "a closed gate") })
+}
+
+// A freeze does not end while callbacks or text are on their way to the application: the
+// next executor knows nothing of them, and writes to the same rings.
+func TestFreezeWaitsForWhatTheApplicationHasNotTaken(t *testing.T) {
+	for name, test := range map[string]struct{ say, take func(*carrier) error }{
+		"a callback": {
+			func(c *carrier) error {
+				return c.giveCommand(remote.KindCallback, remote.Words(3, 0, wire.CbEvent), nil)
+			},
+			func(c *carrier) error { go c.pushCallbacks(); return nil },
+		},
+		"text": {
+			func(c *carrier) error {
+				for range 1 + wire.OutSize/(1<<14) {
+					if err := c.giveCommand(remote.KindPrint, nil, make([]byte, 1<<14)); err != nil {
+						return err
+					}
+				}
+				return nil
+			},
+			func(c *carrier) error {
+				c.region.Store32(wire.HdrOutHead, c.region.Load32(wire.HdrOutTail))
+				return nil
+			},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := newCarrier(t)
+			c.active.Store(true)
+			c.far = farStub{}
+			go c.lead()
+			go func() { // the far executor does all that is sent at once
+				tick := time.NewTicker(100 * time.Microsecond) // nothing tells of a question: there is no connection
+				defer tick.Stop()
+				for n := uint64(1); ; {
+					select {
+					case <-c.ctx.Done():
+						return
+					case <-tick.C:
+					}
+					if c.giveCommand(remote.KindSynced, remote.Words(n), nil) == nil && c.giveBulk(remote.KindSynced, remote.Words(n), nil) == nil {
+						n++
+					}
+				}
+			}()
+			if err := test.say(c); err != nil {
+				t.Fatal(err)
+			}
+			k := &controller{c: c}
+			freeze := func(ms int64) error {
+				_, err := k.Freeze(t.Context(), connect.NewRequest(&gpuctlv1.FreezeRequest{TimeoutMs: ms}))
+				return err
+			}
+			if err := freeze(20); err == nil || connect.CodeOf(err) == connect.CodeFailedPrecondition {
+				t.Fatalf("with something on its way: %v; the far executor is frozen, so this is no refusal", err)
+			}
+			c.frozen.Store(false)
+			c.gate.open()
+			if err := test.take(c); err != nil {
+				t.Fatal(err)
+			}
+			if err := freeze(60_000); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// The reader can't send while the connection is broken. A freeze that is given up then lets
+// it go on, and does not keep the next request.
+func TestFreezeIsGivenUpWhileTheReaderCannotSend(t *testing.T) {
+	c := newCarrier(t)
+	c.active.Store(true)
+	c.gate.open() // and nobody reads, so nobody waits at the gate
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+	defer cancel()
+	k := &controller{c: c}
+	if _, err := k.Freeze(ctx, connect.NewRequest(&gpuctlv1.FreezeRequest{TimeoutMs: 10})); connect.CodeOf(err) != connect.CodeFailedPrecondition {
+		t.Errorf("%v, not that it has refused", err)
+	}
+	if c.gate.closed.Load() {
+		t.Error("the reader is kept from the ring")
 	}
 }
 
@@ -354,4 +517,52 @@ func FuzzFarHost(f *testing.F) {
 		_ = c.region.Close()
 		_ = c.arena.Close()
 	})
+}
+
+// A far executor answers its carrier when its runtime is loaded, which takes longer than a
+// connection may on a host that is busy. Nobody else waits that long: not for a host that is
+// not there, nor for one that refuses.
+func TestCarrierWaitsForARuntimeThatLoadsSlowly(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	d := remote.Dialer{Addresses: []string{l.Addr().String()}, Plain: true, Hello: remote.Hello{Generation: 1}, Timeout: 30 * time.Millisecond}
+	_, err = d.Dial(t.Context(), remote.Commands) // the kernel takes the connection, and nobody answers
+	if got := patience(err); got != loadPatience {
+		t.Errorf("it waits %v for a host that does not answer yet: %v", got, err)
+	}
+	l.Close()
+	if _, err = d.Dial(t.Context(), remote.Commands); patience(err) != startPatience {
+		t.Errorf("it waits %v for a host that is not there: %v", patience(err), err)
+	}
+	if patience(fmt.Errorf("far: %w", remote.ErrRefused)) != 0 {
+		t.Error("it waits for a host that refuses")
+	}
+	c := newCarrier(t)
+	c.dialer = d
+	first := make(chan error, 1)
+	ctx, cancel := context.WithCancelCause(t.Context())
+	c.ctx, c.cancel = ctx, cancel
+	silent, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer silent.Close()
+	c.dialer.Addresses = []string{silent.Addr().String()}
+	go c.keep(remote.Commands, c.commands, c.command, first)
+	for range 3 { // it tries again
+		conn, err := silent.Accept()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+	}
+	select {
+	case err := <-first:
+		t.Errorf("it has given up: %v", err)
+	default:
+	}
+	cancel(nil)
 }

@@ -88,6 +88,10 @@ func (c *carrier) bulkFrame(f link.Frame) error {
 		}
 		switch f.Kind {
 		case remote.KindLaneChunk:
+			// One without bytes has not been given a place.
+			if _, size, ok := l.pos.Chunk(x); l.start.Write || !ok || size != uint64(len(f.Body)) {
+				return fmt.Errorf("chunk %d of %d bytes in lane %d: %w", x, len(f.Body), n, errHostile)
+			}
 			l.shown = x + 1
 			c.ring.RaiseLane(int(n), l.shown)
 			c.ringCallers()

@@ -153,23 +153,38 @@ func (c *carrier) lead() {
 	c.gate.pass(c.over)
 }
 
+// flush sends the batch.
 func (c *carrier) flush(t *batch) error {
 	if len(t.b) == 0 {
 		return nil
 	}
-	body := t.b
-	if len(body) > mostBatch { // the link does not copy it
-		body = append([]byte(nil), body...)
-	}
-	err := c.send(c.commands, remote.KindRecords, nil, body, nil)
+	err := c.send(c.commands, remote.KindRecords, nil, t.body(), nil)
 	t.b = t.b[:0]
 	return err
+}
+
+// put is flush for a batch that another one follows.
+func (c *carrier) put(t *batch) error {
+	if len(t.b) == 0 {
+		return nil
+	}
+	err := c.post(c.commands, remote.KindRecords, nil, t.body())
+	t.b = t.b[:0]
+	return err
+}
+
+func (t *batch) body() []byte {
+	if len(t.b) > mostBatch { // the link does not copy it
+		return append([]byte(nil), t.b...)
+	}
+	return t.b
 }
 
 // take adds a request to the batch. What the far executor will read in the arena is sent
 // before it.
 func (c *carrier) take(t *batch, rec shm.Record) error {
 	var blocks remote.Block
+	var had *shown
 	switch rec.Op {
 	case wire.OpWriteBuffer, wire.OpWriteBufferRect, wire.OpWriteImage, wire.OpCreateBuffer, wire.OpCreateImage,
 		wire.OpCreateProgramSource, wire.OpCreateProgramIL, wire.OpCreateProgramBinary:
@@ -190,6 +205,12 @@ func (c *carrier) take(t *batch, rec shm.Record) error {
 			c.expect(rec.Slot, pend, off, n)
 			c.mu.Unlock()
 		}
+	case wire.OpMapBuffer, wire.OpMapImage:
+		m, err := t.decode(rec)
+		if err != nil {
+			return err
+		}
+		c.asks(m)
 	case wire.OpUnmap:
 		m, err := t.decode(rec)
 		if err != nil {
@@ -203,14 +224,16 @@ func (c *carrier) take(t *batch, rec shm.Record) error {
 			if x.Writes {
 				blocks = x.Block
 			}
+			had = c.forget(k)
 		}
 		c.mu.Unlock()
 	}
 	if blocks.Row != 0 {
-		if err := c.flush(t); err != nil {
+		// The request itself follows in the next batch, and with it all this goes.
+		if err := c.put(t); err != nil {
 			return err
 		}
-		if err := c.sendBlock(blocks); err != nil {
+		if err := c.sendWritten(blocks, had); err != nil {
 			return err
 		}
 	}
@@ -218,13 +241,14 @@ func (c *carrier) take(t *batch, rec shm.Record) error {
 	return nil
 }
 
-// sendBlock sends what the client has in a block of the arena.
+// sendBlock sends what the client has in a block of the arena. A frame must follow: small
+// blocks wait for it.
 func (c *carrier) sendBlock(x remote.Block) error {
 	if err := x.Check(c.arena.Size()); err != nil {
 		return err
 	}
 	return x.Split(1<<20, func(x remote.Block) error {
-		return c.send(c.commands, remote.KindBlock, x.Append(nil), x.Bytes(c.arena.Bytes()), nil)
+		return c.post(c.commands, remote.KindBlock, x.Append(nil), x.Bytes(c.arena.Bytes()))
 	})
 }
 

@@ -14,6 +14,8 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
+	"github.com/gpuctl/gpuctl/internal/room"
+	"github.com/gpuctl/gpuctl/internal/size"
 )
 
 // saving is a state that is being written: the file, or the state memory. It is protected by
@@ -34,7 +36,8 @@ func (c *carrier) exportState(ctx context.Context, r *gpuctlv1.ExportRequest, ou
 			return err
 		}
 	}
-	req := &gpuctlv1.ExportRequest{File: remote.StateName, Final: r.Final, All: r.All || c.exportedTo("state:"+r.File)}
+	other := c.exportedTo("state:" + r.File)
+	req := &gpuctlv1.ExportRequest{File: remote.StateName, Final: r.Final, All: r.All || other}
 	err := relay(ctx, connect.NewRequest(req), out, c.far.Export)
 	if err == nil && r.Final {
 		err = c.getState(ctx, out)
@@ -67,9 +70,17 @@ func (c *carrier) beginState(ctx context.Context, r *gpuctlv1.ExportRequest) err
 		return connect.NewError(connect.CodeInternal, fmt.Errorf("state memory: %w", err))
 	}
 	c.saving = s
-	n := d.Msg.Usage.GetMemory()
-	if n == 0 || n > remote.MaxState {
+	n := d.Msg.GetUsage().GetMemory()
+	if n == 0 {
 		return nil
+	}
+	if err := c.mayHave(n); err != nil {
+		c.dropState()
+		return err
+	}
+	if err := s.hasRoom(n); err != nil {
+		c.dropState()
+		return err
 	}
 	if err := unix.Fallocate(int(s.f.Fd()), 0, 0, int64(n)); err != nil && (s.memory || !errors.Is(err, unix.EOPNOTSUPP)) {
 		c.dropState()
@@ -90,14 +101,72 @@ func (c *carrier) dropState() {
 	c.saving = saving{}
 }
 
+// tooMuch refuses what a far host sends.
+func tooMuch(format string, args ...any) error {
+	return connect.NewError(connect.CodeResourceExhausted, fmt.Errorf("the far host: "+format, args...))
+}
+
+// mayHave returns an error if the far executor reports more memory objects than the lease
+// permits.
+func (c *carrier) mayHave(memory uint64) error {
+	if most := c.cfg.Remote.GetMemory(); most > 0 && memory > most {
+		return tooMuch("it says that the session has %s of memory objects, and the session may have %s there: %w", size.Format(memory), size.Format(most), errHostile)
+	}
+	return nil
+}
+
+// hasRoom returns an error if this host has no room for a state of so many bytes.
+func (s saving) hasRoom(n uint64) error {
+	left, where := room.File, "the file system of "+s.name
+	if s.memory {
+		left, where = room.MemoryFile, "the memory of this host"
+	}
+	have, err := left(s.f)
+	if err != nil {
+		return fmt.Errorf("room for a state of %s: %w", size.Format(n), err)
+	}
+	if n > have {
+		return tooMuch("a state of %s comes from it, and %s has %s left for it", size.Format(n), where, size.Format(have))
+	}
+	return nil
+}
+
+// mostState returns how many bytes the state of a session can have, by what the far executor
+// has reported of it after its freeze. The state has room for each object, and for those
+// that were released since the first were written.
+func mostState(u *gpuctlv1.Usage, may uint64) uint64 {
+	objects := uint64(u.GetBuffers()) + uint64(u.GetImages())
+	return u.GetMemory() + max(u.GetMemory(), may) + 2*objects*stateObject + stateSlack
+}
+
+const (
+	stateObject = 4096 + 32 // bytes that an object takes beside its contents, at most: it begins with a page, and is in the index
+	stateSlack  = 64 << 20  // for what was released since, and has no bound of its own
+)
+
 // getState gets the state that the far executor has written.
 func (c *carrier) getState(ctx context.Context, out *connect.ServerStream[gpuctlv1.Progress]) error {
+	d, err := unary(ctx, connect.NewRequest(&gpuctlv1.DescribeRequest{}), c.far.Describe)
+	if err != nil {
+		return err
+	}
+	if err := c.mayHave(d.Msg.GetUsage().GetMemory()); err != nil {
+		return err
+	}
 	conn, err := c.dialer.Dial(ctx, remote.State)
 	if err != nil {
 		return err
 	}
 	defer conn.Close()
 	defer context.AfterFunc(ctx, func() { conn.Close() })()
+	return c.receiveState(conn, d.Msg.GetUsage(), func(done, total uint64) {
+		_ = out.Send(&gpuctlv1.Progress{Step: "copy", BytesDone: done, BytesTotal: total})
+	})
+}
+
+// receiveState receives the state of a session that uses so much. Nothing is written of one
+// that is larger than it can be, or than there is room for.
+func (c *carrier) receiveState(conn io.ReadWriter, usage *gpuctlv1.Usage, report func(done, total uint64)) error {
 	if _, err := conn.Write(binary.LittleEndian.AppendUint64(nil, remote.GetState)); err != nil {
 		return err
 	}
@@ -105,11 +174,15 @@ func (c *carrier) getState(ctx context.Context, out *connect.ServerStream[gpuctl
 	if err != nil {
 		return err
 	}
-	if n > remote.MaxState {
-		return fmt.Errorf("state of %d bytes: %w", n, errHostile)
+	if most := mostState(usage, c.cfg.Remote.GetMemory()); n > min(most, remote.MaxState) {
+		return tooMuch("a state of %s comes from it, and that of a session with %s in %d buffers and %d images, which may have %s, has %s at most: %w",
+			size.Format(n), size.Format(usage.GetMemory()), usage.GetBuffers(), usage.GetImages(), size.Format(c.cfg.Remote.GetMemory()), size.Format(most), errHostile)
+	}
+	if err := c.saving.hasRoom(n); err != nil {
+		return err
 	}
 	f := c.saving.f
-	w := &counting{out: out, step: "copy", total: n}
+	w := &counting{report: report, total: n}
 	if _, err := io.CopyN(io.NewOffsetWriter(f, 0), io.TeeReader(conn, w), int64(n)); err != nil {
 		return fmt.Errorf("write %s: %w", f.Name(), err)
 	}
@@ -127,8 +200,7 @@ func (c *carrier) getState(ctx context.Context, out *connect.ServerStream[gpuctl
 
 // counting reports progress, so that the caller sees that a long copy goes on.
 type counting struct {
-	out         *connect.ServerStream[gpuctlv1.Progress]
-	step        string
+	report      func(done, total uint64)
 	done, total uint64
 	last        time.Time
 }
@@ -138,7 +210,7 @@ func (w *counting) Write(p []byte) (int, error) {
 	w.done += uint64(len(p))
 	if time.Since(w.last) > 50*time.Millisecond {
 		w.last = time.Now()
-		_ = w.out.Send(&gpuctlv1.Progress{Step: w.step, BytesDone: w.done, BytesTotal: w.total})
+		w.report(w.done, w.total)
 	}
 	return len(p), nil
 }
@@ -178,9 +250,11 @@ func (c *carrier) bringState(ctx context.Context, f *os.File, out *connect.Serve
 	if _, err := conn.Write(binary.LittleEndian.AppendUint64(nil, n)); err != nil {
 		return err
 	}
-	w := &counting{out: out, step: "load", total: n}
+	w := &counting{total: n, report: func(done, total uint64) {
+		_ = out.Send(&gpuctlv1.Progress{Step: "load", BytesDone: done, BytesTotal: total})
+	}}
 	if _, err := io.Copy(conn, io.TeeReader(io.NewSectionReader(f, 0, st.Size()), w)); err != nil {
-		return fmt.Errorf("bring %s: %w", f.Name(), err)
+		return fmt.Errorf("bring %s: %w; if the far executor does not take it, its log says why", f.Name(), err)
 	}
 	if got, err := word(conn); err != nil || got != n {
 		return fmt.Errorf("bring %s: %w", f.Name(), errors.Join(err, errHostile))

@@ -29,7 +29,7 @@ func eachRuntime(t *testing.T, f func(t *testing.T, l *Library)) {
 		t.Run(filepath.Base(glob), func(t *testing.T) {
 			found, _ := filepath.Glob(glob)
 			if len(found) == 0 {
-				t.Skip("not installed")
+				t.Fatal("not installed: make setup")
 			}
 			parent, _, _ := strings.Cut(t.Name(), "/")
 			c := exec.Command(os.Args[0], "-test.run=^"+parent+"$", "-test.v")

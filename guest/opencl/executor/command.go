@@ -62,16 +62,17 @@ func (s *session) command(c call, m wire.Request) (outcome, error) {
 
 // cmd is a command while it is enqueued.
 type cmd struct {
-	q     *queue
-	e     *event
-	wait  []cl.Event
-	out   *cl.Event // where the vendor's event is stored; nil if nobody needs it
-	own   cl.Event
-	mem   *mem
-	pend  uint32
-	keep  *runtime.Pinner
-	show  remote.Block // what the client must have got before it learns of the end; only for one on another host
-	aside after        // if not nil, the rest of the command, which runs without the lock: a small blocking read
+	q       *queue
+	e       *event
+	wait    []cl.Event
+	out     *cl.Event // where the vendor's event is stored; nil if nobody needs it
+	own     cl.Event
+	mem     *mem
+	pend    uint32
+	keep    *runtime.Pinner
+	show    remote.Block // what the client must have got before it learns of the end; only for one on another host
+	mapping *mapping     // that show is of
+	aside   after        // if not nil, the rest of the command, which runs without the lock: a small blocking read
 }
 
 // track makes the vendor create an event for the command.
@@ -142,9 +143,9 @@ func (s *session) enqueue(c call, m wire.Request, queueID, eventID uint32, wait 
 	}
 	if x.pend != 0 || x.keep != nil || x.show.Row != 0 {
 		cl.RetainEvent(ev)
-		q.pends = append(q.pends, pending{ev, x.pend, x.keep, x.show})
+		q.pends = append(q.pends, pending{ev, x.pend, x.keep, x.show, x.mapping})
 	}
-	s.launch(q, c.op, ev)
+	s.launch(q, c.op, nil, ev)
 	o := done(cl.Success)
 	if blocking {
 		n, data := q.seq, s.answer
@@ -397,7 +398,7 @@ func (s *session) ndrange(c call, m *wire.Ndrange) (outcome, error) {
 	}
 	q.seq++
 	if out != nil {
-		s.launch(q, c.op, *out)
+		s.launch(q, c.op, k, *out)
 	}
 	if out == &s.own {
 		cl.ReleaseEvent(s.own)

@@ -49,6 +49,9 @@ func (s *session) describe() *gpuctlv1.Usage {
 		WorkItemSizes: s.usage.WorkItems[:], LocalMemory: s.usage.LocalMemory, Dirty: s.dirtyBytes(),
 		Calls: s.calls, Launches: s.usage.Launches, Held: uint32(len(s.parked)),
 	}
+	if s.far != nil {
+		u.FromFar = s.cfg.Far.Acceptor.Compress.Traffic()
+	}
 	u.LargestAlloc = 0 // only of existing objects; released ones need not fit another device
 	s.each(func(_ uint32, _ uint64, o any) {
 		switch o := o.(type) {
@@ -146,6 +149,14 @@ func (c *controller) Export(ctx context.Context, r *connect.Request[gpuctlv1.Exp
 	}
 	var err error
 	switch {
+	case m.Fetch != "" && s.far != nil:
+		err = s.far.fetches.export(ctx, s, m.Fetch, m.All, m.Final, report)
+	case m.Peer != "" && m.Mapped && s.far != nil && m.Final:
+		var p *peerSink
+		if p, err = s.dialPeer(m.Peer); err == nil {
+			p.some = mappedOnly
+			err = s.export(ctx, "", false, true, p, report)
+		}
 	case m.Peer != "":
 		var p *peerSink
 		if p, err = s.dialPeer(m.Peer); err == nil {
@@ -258,10 +269,17 @@ func (c *controller) Discard(ctx context.Context, _ *connect.Request[gpuctlv1.Di
 		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("discard the state of a frozen session: %w", ErrState))
 	}
 	c.s.dropState()
+	c.s.far.dropFetch()
 	c.s.mu.Lock()
 	c.s.closeWindow()
 	c.s.mu.Unlock()
 	return connect.NewResponse(&gpuctlv1.DiscardResponse{}), nil
+}
+
+// EndFetch does not wait for other calls: what it ends may be what they wait for.
+func (c *controller) EndFetch(context.Context, *connect.Request[gpuctlv1.EndFetchRequest]) (*connect.Response[gpuctlv1.EndFetchResponse], error) {
+	c.s.far.endFetch()
+	return connect.NewResponse(&gpuctlv1.EndFetchResponse{}), nil
 }
 
 // dropState forgets a state file that is not needed. The client of the request removes the
@@ -364,7 +382,6 @@ func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, er
 		return undo("given up by the caller")
 	}
 	s.mu.Lock()
-	defer s.mu.Unlock()
 	for _, c := range s.contexts() {
 		for _, q := range c.queues {
 			if q.busy() {
@@ -376,6 +393,12 @@ func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, er
 		s.bury(c)
 	}
 	s.deliver()
+	s.mu.Unlock()
+	if !s.awaitPushed(ctx, deadline) {
+		return undo("the application does not run its callbacks: more of them wait than its ring has room for")
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	s.frozen = true
 	s.freezes++
 	return nil, nil
@@ -463,6 +486,7 @@ func (c *controller) Thaw(ctx context.Context, r *connect.Request[gpuctlv1.ThawR
 
 func (s *session) thaw() {
 	s.dropState()
+	s.far.dropFetch()
 	s.mu.Lock()
 	s.out.begin()
 	s.frozen, s.sent = false, false
@@ -513,6 +537,7 @@ func (c *controller) Activate(ctx context.Context, _ *connect.Request[gpuctlv1.A
 	c.op.Lock()
 	defer c.op.Unlock()
 	s := c.s
+	s.far.endFetch() // the former host has no say any more
 	if err := s.far.own(ctx, s); err != nil {
 		return nil, connect.NewError(connect.CodeUnavailable, err)
 	}
@@ -533,6 +558,7 @@ func (s *session) activate() {
 	s.unpinPeerWindow()
 	s.out.begin()
 	s.active.Store(true)
+	s.cfg.Budget.Take(s.memory) // no more than was counted already
 	s.advance()
 	s.mu.Unlock()
 	go s.worker()

@@ -1,6 +1,7 @@
 package executor
 
 import (
+	"context"
 	"time"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
@@ -94,8 +95,9 @@ func (s *session) finishPending(p pending, status int32) {
 		p.keep.Unpin()
 	}
 	cl.ReleaseEvent(p.ev)
-	if status >= 0 {
-		s.show(p.show)
+	s.show(p.show) // also if it has failed: a carrier counts
+	if p.mp != nil {
+		p.mp.unseen = false
 	}
 	if p.pend != 0 {
 		w := uint32(wire.PendDone)
@@ -392,7 +394,7 @@ func (s *session) pushCallbacks() {
 		for {
 			s.cbMu.Lock()
 			todo := s.cbs
-			s.cbs = nil
+			s.cbs, s.cbPushing = nil, len(todo) > 0
 			s.cbMu.Unlock()
 			if len(todo) == 0 {
 				break
@@ -403,6 +405,21 @@ func (s *session) pushCallbacks() {
 				}
 			}
 		}
+	}
+}
+
+// awaitPushed waits until every callback is in the application's ring, and reports whether
+// that was so in time. Another executor does not know of those that are left, and two must
+// not write to that ring.
+func (s *session) awaitPushed(ctx context.Context, deadline time.Time) bool {
+	for nap := 5 * time.Microsecond; ; nap = min(2*nap, time.Millisecond) {
+		s.cbMu.Lock()
+		pushed := !s.cbPushing && len(s.cbs) == 0
+		s.cbMu.Unlock()
+		if pushed || ctx.Err() != nil || time.Now().After(deadline) {
+			return pushed
+		}
+		time.Sleep(nap)
 	}
 }
 

@@ -2,9 +2,12 @@ package executor
 
 import (
 	"bytes"
+	"errors"
 	"testing"
+	"time"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
@@ -47,5 +50,41 @@ func TestTheAnswerOfAWaitBringsTheTimesThatAreAskedForNext(t *testing.T) {
 	c.post(&wire.Release{ID: e})
 	if st, _ := c.answer(slot); st != cl.Success {
 		t.Fatal(st)
+	}
+}
+
+// More callbacks are due than the application's ring has room for. The executor that a
+// session leaves is not frozen before all of them are there: the next one does not know of
+// them.
+func TestNoCallbackIsLostInASwap(t *testing.T) {
+	const most = wire.CbCount + 100
+	c := newClient(t)
+	from := c.executor(1)
+	from.activate()
+	ctx, _, _ := c.setup(0)
+	event := c.id()
+	c.call(&wire.CreateUserEvent{ID: event, Context: ctx})
+	for i := range uint32(most) {
+		c.post(&wire.EventCallback{Event: event, Type: int32(cl.Complete), Callback: 1 + i})
+	}
+	c.call(&wire.SetUserEvent{Event: event, Status: int32(cl.Complete)})
+	if what, err := from.freeze(t.Context(), 50*time.Millisecond); !errors.Is(err, ErrBusy) || len(what) != 1 {
+		t.Fatalf("frozen while callbacks wait for room: %v, %v", what, err)
+	}
+	seen := map[uint32]bool{}
+	take := func() {
+		head, tail := c.ring.Load32(wire.HdrCbHead), c.ring.Load32(wire.HdrCbTail)
+		for ; head != tail; head++ {
+			seen[c.ring.Load32(wire.CbOff+16*uint64(head%wire.CbCount))] = true
+		}
+		c.ring.Store32(wire.HdrCbHead, head)
+		shm.FutexWake(c.ring.Word32(wire.HdrCbHead), shm.All)
+	}
+	take()
+	to := c.executor(2)
+	c.swap(from, to)
+	take()
+	if len(seen) != most {
+		t.Errorf("%d callbacks of %d", len(seen), most)
 	}
 }

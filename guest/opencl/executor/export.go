@@ -11,6 +11,7 @@ import (
 	"unsafe"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 )
 
 // sink receives exported contents.
@@ -25,6 +26,9 @@ type sink interface {
 	// knows reports whether the receiver has space for the object. A new object, which the
 	// receiver does not have yet, is part of a later export.
 	knows(id uint32, serial uint64, m *mem) bool
+	// takes reports whether this receiver gets objects that the application has mapped, or
+	// those that it has not.
+	takes(mapped bool) bool
 	// shares reports whether the receiver uses contents in the arena where they are, so
 	// that they need not be moved.
 	shares() bool
@@ -52,7 +56,7 @@ func (s *session) contents(final bool, out sink) []piece {
 			return
 		case m.isMapped() && !final:
 			return // the application writes it without a call
-		case !out.knows(id, serial, m):
+		case !out.knows(id, serial, m), !out.takes(m.isMapped()):
 			return
 		case m.isMapped():
 			m.markAll()
@@ -70,10 +74,11 @@ func (s *session) contents(final bool, out sink) []piece {
 	return ps
 }
 
-// export sends to a receiver what has changed since the last export to the same receiver.
+// export sends to a receiver what has changed since the last export to the same receiver. If
+// to is empty, it is a part of what the last receiver gets.
 func (s *session) export(ctx context.Context, to string, all, final bool, out sink, report progress) error {
 	s.mu.Lock()
-	if all || s.exportedTo != to {
+	if to != "" && (all || s.exportedTo != to) {
 		s.exportedTo = to
 		s.each(func(_ uint32, _ uint64, o any) {
 			if m, ok := o.(*mem); ok && m.parent == nil {
@@ -244,7 +249,18 @@ type peerSink struct {
 
 	sizes bool // the receiver needs the size in bytes of each piece
 	bytes bool // and the bytes themselves: it is on another host
+	stays bool // the connection is for later exports, too
+	some  some // objects
 }
+
+// some is which objects a receiver gets.
+type some uint8
+
+const (
+	allObjects some = iota
+	unmapped
+	mappedOnly
+)
 
 // The target begins with this header: importMagic, whether it computes in the arena, and
 // whether it requests the position of the source's window. The rest is zeros.
@@ -285,6 +301,11 @@ func (s *session) dialPeer(path string) (*peerSink, error) {
 
 // knows implements sink. The target would lose an object that is newer than its graph.
 func (p *peerSink) knows(id uint32, _ uint64, m *mem) bool { return m.known == id }
+
+// takes implements sink.
+func (p *peerSink) takes(mapped bool) bool {
+	return p.some == allObjects || mapped == (p.some == mappedOnly)
+}
 
 func (p *peerSink) shares() bool  { return p.unif }
 func (p *peerSink) inPlace() bool { return true }
@@ -382,16 +403,14 @@ func (p *peerSink) accept(ps []piece) error {
 			b = binary.LittleEndian.AppendUint64(b, x.bytes())
 		}
 	}
-	if _, err := p.conn.Write(b); err != nil {
-		return fmt.Errorf("target executor: %w", err)
-	}
+	parcel := remote.NewParcel(b)
 	for i := range ps {
-		if !p.bytes {
-			break
+		if p.bytes {
+			parcel.Add(p.s.arenaBytes(ps[i].At, ps[i].bytes()))
 		}
-		if _, err := p.conn.Write(p.s.arenaBytes(ps[i].At, ps[i].bytes())); err != nil {
-			return fmt.Errorf("target executor: %w", err)
-		}
+	}
+	if err := parcel.Send(p.conn); err != nil {
+		return fmt.Errorf("target executor: %w", err)
 	}
 	p.fly = append(p.fly, ps[0].ptr != nil)
 	for len(p.fly) > 4*windowDepth {
@@ -403,7 +422,9 @@ func (p *peerSink) accept(ps []piece) error {
 }
 
 func (p *peerSink) close() error {
-	defer p.conn.Close()
+	if !p.stays {
+		defer p.conn.Close()
+	}
 	for len(p.fly) > 0 {
 		if err := p.ack(); err != nil {
 			return err

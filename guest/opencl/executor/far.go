@@ -9,7 +9,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
@@ -31,6 +30,7 @@ type farEnd struct {
 
 	commands, bulk *link.Stream
 	exports        chan net.Conn // for contents that leave
+	fetches        *fetches
 	state          farState
 
 	mu                 sync.Mutex
@@ -39,7 +39,8 @@ type farEnd struct {
 	cbSent, cbTaken    uint64
 	outSent, outTaken  uint64
 	synced, syncedWant uint64
-	marks              uint64 // on the stream of commands
+	marks              uint64        // on the stream of commands
+	answers            [2]syncAnswer // to KindSync, of both streams
 }
 
 var _ transport = (*farEnd)(nil)
@@ -51,7 +52,7 @@ func newFarEnd(ctx context.Context, ring, arena *shm.Region, hello remote.Hello,
 	}
 	f := &farEnd{
 		Ring: q, region: ring, arena: arena, feed: shm.NewFeeder(ring), log: log, hello: hello, ctx: ctx,
-		exports: make(chan net.Conn, 1),
+		exports: make(chan net.Conn, 1), fetches: newFetches(),
 	}
 	f.changed = sync.NewCond(&f.mu)
 	for i := range f.lanes {
@@ -67,6 +68,13 @@ func newFarEnd(ctx context.Context, ring, arena *shm.Region, hello remote.Hello,
 // send sends a frame. It fails only at the executor's end.
 func (f *farEnd) send(s *link.Stream, kind uint16, head, body []byte) {
 	if err := s.Send(f.ctx, link.Frame{Kind: kind, Head: head, Body: body}, nil); err != nil && f.ctx.Err() == nil {
+		f.log.Warn("send to the carrier", "kind", kind, "err", err)
+	}
+}
+
+// post sends a frame of the stream of commands that may wait for the next one there.
+func (f *farEnd) post(kind uint16, head, body []byte) {
+	if err := f.commands.Post(f.ctx, link.Frame{Kind: kind, Head: head, Body: body}); err != nil && f.ctx.Err() == nil {
 		f.log.Warn("send to the carrier", "kind", kind, "err", err)
 	}
 }
@@ -105,7 +113,7 @@ func (f *farEnd) command(fr link.Frame) error {
 		}
 		return err
 	case remote.KindSync:
-		go f.send(f.commands, remote.KindSynced, append([]byte(nil), fr.Head...), nil)
+		f.sayDone(f.commands, &f.answers[0], fr.Head)
 		return nil
 	case remote.KindSynced:
 		var n uint64
@@ -119,6 +127,38 @@ func (f *farEnd) command(fr link.Frame) error {
 		return nil
 	}
 	return fmt.Errorf("frame of kind %d from a carrier: %w", fr.Kind, errHostile)
+}
+
+// syncAnswer is what a stream has still to answer to the carrier's KindSync.
+type syncAnswer struct {
+	head    []byte // of the newest question; nil: it is answered
+	sending bool
+}
+
+// sayDone answers a question without waiting for the stream. The answer to the newest is one
+// to all before it, so a carrier that asks and does not read costs no more than one.
+func (f *farEnd) sayDone(st *link.Stream, a *syncAnswer, head []byte) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	a.head = append([]byte{}, head...)
+	if a.sending {
+		return
+	}
+	a.sending = true
+	go func() {
+		for {
+			f.mu.Lock()
+			head := a.head
+			a.head = nil
+			if head == nil || f.ctx.Err() != nil {
+				a.sending = false
+				f.mu.Unlock()
+				return
+			}
+			f.mu.Unlock()
+			f.send(st, remote.KindSynced, head, nil)
+		}
+	}()
 }
 
 func (f *farEnd) records(b []byte) error {
@@ -215,11 +255,8 @@ func (s *session) reads(p *parkedCall) remote.Block {
 		return remote.Range(off, n)
 	}
 	if u, ok := m.(*wire.Unmap); ok {
-		s.redo = p
-		o := lookup[mem](s, u.Mem)
-		s.redo = nil
-		if o != nil && o.maps[u.Map] != nil && o.maps[u.Map].Flags&(cl.MapWrite|cl.MapWriteInvalidateRegion) != 0 {
-			return o.block(o.maps[u.Map])
+		if o, mp := s.unmapped(p, u); mp != nil {
+			return o.block(mp)
 		}
 	}
 	return remote.Block{}
@@ -234,13 +271,14 @@ func (s *session) shows(x *cmd, b remote.Block) {
 	}
 }
 
-// show sends what a command has written.
+// show sends what a command has written. What says that it has ended follows: a reply, a
+// completion word or a callback.
 func (s *session) show(b remote.Block) {
 	if s.far == nil || b.Row == 0 || b.Check(s.arena.Size()) != nil {
 		return
 	}
 	_ = b.Split(1<<20, func(x remote.Block) error {
-		s.far.send(s.far.commands, remote.KindBlock, x.Append(nil), x.Bytes(s.arena.Bytes()))
+		s.far.post(remote.KindBlock, x.Append(nil), x.Bytes(s.arena.Bytes()))
 		return nil
 	})
 }
@@ -251,8 +289,8 @@ func (s *session) mapped(m *mem, mp *mapping) {
 	if s.far == nil {
 		return
 	}
-	x := remote.Mapping{Mem: m.id, ID: mp.ID, Writes: mp.Flags&(cl.MapWrite|cl.MapWriteInvalidateRegion) != 0, Block: m.block(mp)}
-	s.far.send(s.far.commands, remote.KindMapped, x.Append(nil), nil)
+	x := remote.Mapping{Mem: m.id, ID: mp.ID, Writes: mp.writes(), Block: m.block(mp)}
+	s.far.post(remote.KindMapped, x.Append(nil), nil)
 }
 
 // peer returns the connection to the target of a swap, which the carrier has made.

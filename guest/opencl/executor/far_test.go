@@ -4,8 +4,10 @@ import (
 	"bytes"
 	"context"
 	"log/slog"
+	"runtime"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
@@ -136,6 +138,40 @@ func TestChunksOfACarrier(t *testing.T) {
 	}
 	if err := f.giveBulk(remote.KindLaneFree, remote.Words(1), nil); err != nil || !f.LaneFree(1) {
 		t.Error("a lane that the client has left is not free", err)
+	}
+}
+
+// A carrier that asks and never reads does not make the far executor keep an answer to each
+// question: the newest is answered, which answers all before it.
+func TestQuestionsOfACarrierThatDoesNotReadCostNothing(t *testing.T) {
+	f := testFarEnd(t)
+	before := runtime.NumGoroutine()
+	for n := range uint64(10000) {
+		if f.giveCommand(remote.KindSync, remote.Words(n), nil) != nil || f.giveBulk(remote.KindSync, remote.Words(n), nil) != nil {
+			t.Fatal("a question was refused")
+		}
+		if n == 0 {
+			// Fill both streams, as if nobody read: what follows has to wait.
+			for _, st := range []*link.Stream{f.commands, f.bulk} {
+				for ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond); ; {
+					if st.Send(ctx, link.Frame{Kind: remote.KindBlock, Body: make([]byte, 4<<20)}, nil) != nil {
+						cancel()
+						break
+					}
+				}
+			}
+		}
+	}
+	if more := runtime.NumGoroutine() - before; more > 8 {
+		t.Errorf("%d goroutines wait", more)
+	}
+}
+
+func TestChunkOfACarrierWithoutBytesIsNotCounted(t *testing.T) {
+	f := testFarEnd(t)
+	f.StartLane(1, shm.Lane{Word: 3, Limit: 2, Write: true, Row: 9 << 20, Slice: 9 << 20, Total: 9 << 20})
+	if err := f.giveBulk(remote.KindLaneChunk, remote.Words(1, 1, 0), nil); err == nil || f.WaitLane(1, 0, 0) != 0 {
+		t.Errorf("%v; %d chunks", err, f.WaitLane(1, 0, 0))
 	}
 }
 

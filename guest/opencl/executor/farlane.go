@@ -221,6 +221,10 @@ func (f *farEnd) bulkFrame(fr link.Frame) error {
 		case (fr.Kind == remote.KindLaneChunk) != l.start.Write:
 			return fmt.Errorf("frame of kind %d for lane %d: %w", fr.Kind, lane, errHostile)
 		case fr.Kind == remote.KindLaneChunk:
+			// One without bytes has not been given a place.
+			if _, size, ok := l.pos.Chunk(n); !ok || size != uint64(len(fr.Body)) {
+				return fmt.Errorf("chunk %d of %d bytes in lane %d: %w", n, len(fr.Body), lane, errHostile)
+			}
 			n++ // its number, from 0
 		}
 		if n < l.done || n > l.limit {
@@ -249,7 +253,7 @@ func (f *farEnd) bulkFrame(fr link.Frame) error {
 		}
 		return f.taken(callbacks, printed)
 	case remote.KindSync:
-		go f.send(f.bulk, remote.KindSynced, append([]byte(nil), fr.Head...), nil)
+		f.sayDone(f.bulk, &f.answers[1], fr.Head)
 		return nil
 	}
 	return fmt.Errorf("bulk frame of kind %d from a carrier: %w", fr.Kind, errHostile)

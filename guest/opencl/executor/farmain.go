@@ -7,7 +7,6 @@ import (
 	"net"
 	"net/http"
 	"os"
-	"strings"
 	"sync"
 	"time"
 
@@ -48,6 +47,7 @@ type farServer struct {
 	hello *remote.Hello // nil until the first has come
 	s     *session      // nil until it is made
 	wait  []arrival
+	fetch net.Conn // by which this executor fetches, until the session is made
 	ctrl  *carried
 	seen  time.Time // when a stream was served last
 	live  int       // streams that are served
@@ -104,7 +104,11 @@ func mainFar(ctx context.Context, cfg Config) error {
 	defer s.out.close()
 	defer context.AfterFunc(ctx, func() { far.mu.Lock(); far.changed.Broadcast(); far.mu.Unlock() })()
 	v.begin(s)
-
+	noTurns, err := s.takeTurns()
+	if err != nil {
+		return err
+	}
+	defer noTurns()
 	mux := http.NewServeMux()
 	mux.Handle(gpuctlv1connect.NewExecutorServiceHandler(&controller{s: s}))
 	srv := &http.Server{Handler: mux, ReadHeaderTimeout: time.Minute}
@@ -131,23 +135,59 @@ func mainFar(ctx context.Context, cfg Config) error {
 
 // take gets a connection that gpuguest has accepted.
 func (v *farServer) take(name string, f *os.File) {
-	role, ok := remote.ParseRole(strings.TrimPrefix(name, remote.HandedPrefix))
 	conn, err := net.FileConn(f)
 	f.Close()
-	if err != nil || !ok || !strings.HasPrefix(name, remote.HandedPrefix) {
-		v.cfg.Logger.Warn("connection of a carrier", "name", name, "err", err)
+	if err != nil {
+		v.cfg.Logger.Warn("connection of a carrier", "err", err)
+		return
+	}
+	as, err := remote.ParseHanded(name)
+	if err != nil {
+		conn.Close()
+		v.cfg.Logger.Warn("connection of a carrier", "err", err)
 		return
 	}
 	go func() {
 		peer := conn.RemoteAddr()
-		c, hello, err := v.cfg.Far.Acceptor.Accept(conn, role)
-		if err == nil {
-			err = v.admit(arrival{c, role, hello})
+		var err error
+		if as.Role == remote.Fetch {
+			err = v.between(conn, as)
+		} else {
+			var c net.Conn
+			var hello remote.Hello
+			if c, hello, err = v.cfg.Far.Acceptor.Accept(conn, as.Role); err == nil {
+				err = v.admit(arrival{c, as.Role, hello})
+			}
 		}
 		if err != nil {
-			v.cfg.Logger.Warn("connection of a carrier refused", "from", peer, "role", role, "err", err)
+			v.cfg.Logger.Warn("connection refused", "from", peer, "role", as.Role, "err", err)
 		}
 	}()
+}
+
+// between takes a connection with another far executor.
+func (v *farServer) between(conn net.Conn, as remote.Handed) error {
+	c, err := v.cfg.Far.Acceptor.Fetch(context.Background(), conn, as)
+	if err != nil {
+		return err
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	switch {
+	case as.Fetching && v.s != nil:
+		return v.s.far.fetches.begin(v.s, c)
+	case as.Fetching:
+		if v.fetch != nil {
+			v.fetch.Close()
+		}
+		v.fetch = c
+	case v.s == nil:
+		c.Close()
+		return fmt.Errorf("no carrier has come, so there is nothing to fetch: %w", ErrState)
+	default:
+		v.s.far.fetches.offer(as.Name, c)
+	}
+	return nil
 }
 
 // admit answers a connection and gives it to what needs it. The carrier that comes first has
@@ -192,6 +232,12 @@ func (v *farServer) begin(s *session) {
 		v.serve(a)
 	}
 	v.wait = nil
+	if v.fetch != nil {
+		if err := s.far.fetches.begin(s, v.fetch); err != nil {
+			v.cfg.Logger.Warn("connection refused", "role", remote.Fetch, "err", err)
+		}
+		v.fetch = nil
+	}
 }
 
 // serve is called with v.mu.
@@ -214,7 +260,7 @@ func (v *farServer) serve(a arrival) {
 	case remote.State:
 		go func() {
 			defer a.conn.Close()
-			if err := far.state.serve(a.conn); err != nil {
+			if err := far.state.serve(a.conn, v.s); err != nil {
 				v.cfg.Logger.Warn("state", "err", err)
 			}
 		}()

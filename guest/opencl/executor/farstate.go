@@ -3,6 +3,7 @@ package executor
 import (
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -12,6 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
+	"github.com/gpuctl/gpuctl/internal/room"
+	"github.com/gpuctl/gpuctl/internal/size"
 )
 
 // farState is the state file of a far executor, in memory of this host. The carrier gets it
@@ -60,8 +63,43 @@ func (f *farEnd) stateFile(name string, create bool) (*os.File, error) {
 	return f.state.open()
 }
 
+// mostState returns how many bytes a state can have that is brought for the objects of this
+// session, and these in words. It may have room for objects that were released while it was
+// written, as many as the session may have.
+func (s *session) mostState() (most uint64, what string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	objects := uint64(0)
+	s.each(func(_ uint32, _ uint64, o any) {
+		if m, ok := o.(*mem); ok && m.parent == nil {
+			objects++
+		}
+	})
+	limit := min(s.memoryLimit(), remote.MaxState)
+	most = s.memory + limit + 2*objects*(4096+entrySize) + 64<<20
+	return most, fmt.Sprintf("the session has %s in %d memory objects and may have %s", size.Format(s.memory), objects, size.Format(limit))
+}
+
+// receive receives a state of n bytes, if the session can have such a one and this host has
+// room for it.
+func (x *farState) receive(conn io.Reader, n, most uint64, what string) error {
+	if n > most {
+		return fmt.Errorf("a state of %s comes from the carrier, and %s: %s at most: %w", size.Format(n), what, size.Format(most), errHostile)
+	}
+	if have, err := room.Memory(); err != nil || n > have {
+		return errors.Join(err, fmt.Errorf("a state of %s comes from the carrier, and this host has %s of memory left", size.Format(n), size.Format(have)))
+	}
+	f, err := x.create()
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	_, err = io.CopyN(f, conn, int64(n))
+	return err
+}
+
 // serve sends or receives the file.
-func (x *farState) serve(conn net.Conn) error {
+func (x *farState) serve(conn net.Conn, s *session) error {
 	var b [8]byte
 	if _, err := io.ReadFull(conn, b[:]); err != nil {
 		return err
@@ -85,18 +123,11 @@ func (x *farState) serve(conn net.Conn) error {
 		_, err = io.Copy(conn, io.NewSectionReader(f, 0, st.Size()))
 		return err
 	}
-	if n > remote.MaxState {
-		return fmt.Errorf("state of %d bytes: %w", n, errHostile)
-	}
-	f, err := x.create()
-	if err != nil {
+	most, what := s.mostState()
+	if err := x.receive(conn, n, most, what); err != nil {
 		return err
 	}
-	defer f.Close()
-	if _, err := io.CopyN(f, conn, int64(n)); err != nil {
-		return err
-	}
-	_, err = conn.Write(b[:])
+	_, err := conn.Write(b[:])
 	return err
 }
 

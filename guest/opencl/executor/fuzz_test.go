@@ -388,6 +388,9 @@ func FuzzGraph(f *testing.F) {
 		if err != nil {
 			t.Fatal(err)
 		}
+		if late, err := LateUnmaps(b); err != nil {
+			t.Errorf("%d unmaps: %v", len(late), err)
+		}
 		again, err := decodeGraph(b)
 		if err != nil {
 			t.Fatalf("what was taken is refused: %v", err)

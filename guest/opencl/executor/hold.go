@@ -25,6 +25,7 @@ type parkedCall struct {
 	alias  map[uint32]uint32
 
 	looked, bulk bool // whether it is a bulk transfer, if looked is set
+	fetch        int  // of a request to unmap, from a client on another host
 }
 
 // isFence reports whether the command delays everything after it (fence), as a barrier does
@@ -324,7 +325,7 @@ func (s *session) ready(p *parkedCall, blocked, fenced map[*queue]bool) bool {
 			return false
 		}
 	}
-	return !p.isBulk() || s.canCarry()
+	return (!p.isBulk() || s.canCarry()) && s.fetched(p)
 }
 
 // rerun runs a parked call as if it had just been received.

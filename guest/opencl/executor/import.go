@@ -7,6 +7,7 @@ import (
 	"net"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 )
 
 // serveImports receives contents from the executor that serves the session now.
@@ -43,6 +44,10 @@ func (s *session) receive(conn io.ReadWriter, size int) error {
 	if _, err := conn.Write(hello); err != nil {
 		return err
 	}
+	from := io.Reader(conn)
+	if size == 40 {
+		from = remote.NewReader(conn)
+	}
 	acks := make(chan landing, 64)
 	gone := make(chan struct{})
 	go func() {
@@ -62,7 +67,7 @@ func (s *session) receive(conn io.ReadWriter, size int) error {
 	defer func() { close(acks); <-gone }()
 	for {
 		var head [8]byte
-		if _, err := io.ReadFull(conn, head[:]); err != nil {
+		if _, err := io.ReadFull(from, head[:]); err != nil {
 			if err == io.EOF {
 				return nil
 			}
@@ -72,7 +77,7 @@ func (s *session) receive(conn io.ReadWriter, size int) error {
 		if n == 0 && hello[helloWindow] != 0 {
 			hello[helloWindow] = 0 // only once
 			var at [24]byte
-			if _, err := io.ReadFull(conn, at[:]); err != nil {
+			if _, err := io.ReadFull(from, at[:]); err != nil {
 				return err
 			}
 			if err := s.pinPeerWindow(peerWindow{span{le64(at[:]), le64(at[8:])}, le64(at[16:])}); err != nil {
@@ -84,12 +89,12 @@ func (s *session) receive(conn io.ReadWriter, size int) error {
 			return fmt.Errorf("batch of %d pieces: %w", n, errHostile)
 		}
 		b := make([]byte, size*int(n))
-		if _, err := io.ReadFull(conn, b); err != nil {
+		if _, err := io.ReadFull(from, b); err != nil {
 			return err
 		}
 		if size == 40 {
 			var err error
-			if b, err = s.takeBytes(conn, b); err != nil {
+			if b, err = s.takeBytes(from, b); err != nil {
 				return err
 			}
 		}

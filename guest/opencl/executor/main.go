@@ -17,6 +17,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/guest/budget"
 	"github.com/gpuctl/gpuctl/guest/handover"
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
@@ -40,8 +41,9 @@ type Config struct {
 	TurnSocket   string // turns on GPUs that other sessions use, too; empty: none are taken
 	Runtime      *gpuctlv1.Runtime
 	Device       *gpuctlv1.VirtualDevice
-	CacheKey     []byte // signs built programs in Dir; empty: they are not kept
-	Far          *Far   // set: the application is on another host, behind a carrier
+	CacheKey     []byte        // signs built programs in Dir; empty: they are not kept
+	Far          *Far          // set: the application is on another host, behind a carrier
+	Budget       *budget.Share // what all sessions of its claim may have; nil: only Device limits it
 	Logger       *slog.Logger
 }
 
@@ -81,14 +83,11 @@ func Main(ctx context.Context, cfg Config) error {
 	if err != nil {
 		return err
 	}
-	if cfg.TurnSocket != "" {
-		turns, err := listen(cfg.TurnSocket)
-		if err != nil {
-			return err
-		}
-		defer turns.Close()
-		go s.serveTurns(turns)
+	noTurns, err := s.takeTurns()
+	if err != nil {
+		return err
 	}
+	defer noTurns()
 	mux := http.NewServeMux()
 	mux.Handle(gpuctlv1connect.NewExecutorServiceHandler(&controller{s: s}))
 	srv := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second}
@@ -211,6 +210,9 @@ func openRuntime(rt *gpuctlv1.Runtime) (cl.Platform, []cl.Device, quirk, error) 
 	var q quirk
 	if b, st := cl.GetPlatformInfo(ps[0], cl.PlatformName); st == cl.Success {
 		q = quirkOf(cl.CString(b), infoString(all[0], cl.DeviceName))
+	}
+	if err := q.check(rt.GetLibrary()); err != nil {
+		return 0, nil, quirk{}, err
 	}
 	if q.serial {
 		lib.Serialize()
@@ -386,6 +388,9 @@ func Probe(rt *gpuctlv1.Runtime) (*gpuctlv1.ProbeResponse, error) {
 			return cl.CString(b)
 		}
 		r.Platform, r.Vendor = text(cl.PlatformName), text(cl.PlatformVendor)
+		if err := quirkOf(r.Platform, "").check(rt.GetLibrary()); err != nil {
+			return nil, err
+		}
 		devs, st := cl.GetDeviceIDs(p, cl.DeviceTypeAll)
 		if st != cl.Success {
 			return nil, fmt.Errorf("devices of %s: %w", rt.GetLibrary(), st)

@@ -98,6 +98,7 @@ func (s *session) addMapping(m *mem, mp *mapping) error {
 	if m.maps[mp.ID] != nil {
 		return fmt.Errorf("mapping %d of object %d is taken: %w", mp.ID, m.id, errHostile)
 	}
+	mp.unseen = s.far != nil && mp.shownFirst()
 	m.maps[mp.ID] = mp
 	s.mapped(m, mp)
 	return nil
@@ -141,7 +142,7 @@ func (s *session) mapBuffer(c call, r *wire.MapBuffer) (outcome, error) {
 		}
 		if root.unified && at == root.arena+base+r.Offset {
 			if r.Flags&cl.MapWriteInvalidateRegion == 0 {
-				s.shows(x, m.block(mp))
+				s.showsMap(x, m, mp)
 			}
 			p, st := cl.EnqueueMapBuffer(x.q.vendor, m.vendor, false, r.Flags, r.Offset, r.Size, x.wait, x.out)
 			if st == cl.Success && p != s.arena.Pointer(at) {
@@ -155,7 +156,7 @@ func (s *session) mapBuffer(c call, r *wire.MapBuffer) (outcome, error) {
 		if r.Flags&cl.MapWriteInvalidateRegion != 0 {
 			return x.marker(), nil
 		}
-		s.shows(x, m.block(mp))
+		s.showsMap(x, m, mp)
 		return cl.EnqueueReadBuffer(x.q.vendor, m.vendor, false, r.Offset, r.Size, s.arena.Pointer(at), x.wait, x.out), nil
 	})
 }
@@ -197,7 +198,7 @@ func (s *session) mapImage(c call, r *wire.MapImage) (outcome, error) {
 		if r.Flags&cl.MapWriteInvalidateRegion != 0 {
 			return x.marker(), nil
 		}
-		s.shows(x, m.block(mp))
+		s.showsMap(x, m, mp)
 		rp, sp := m.transferPitches()
 		return cl.EnqueueReadImage(x.q.vendor, m.vendor, false, &o, &reg, rp, sp, s.arena.Pointer(at), x.wait, x.out), nil
 	})
@@ -239,6 +240,9 @@ func (s *session) mapping(c call, m wire.Request, queueID, eventID uint32, wait 
 	case out.status != cl.Success:
 		if mp != nil {
 			delete(o.maps, mp.ID)
+			if mp.shownFirst() { // a carrier waits for each that it is told of
+				s.show(o.block(mp))
+			}
 		}
 	default:
 		out.data = data
@@ -257,7 +261,7 @@ func (s *session) unmap(x *cmd, r *wire.Unmap) (cl.Status, error) {
 	}
 	delete(m.maps, r.Map)
 	root, base := m.hostRoot()
-	writes := mp.Flags&(cl.MapWrite|cl.MapWriteInvalidateRegion) != 0
+	writes := mp.writes()
 	if writes {
 		m.touch(mp.Offset, max(mp.Size, 1))
 	}

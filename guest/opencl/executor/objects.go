@@ -78,6 +78,7 @@ type pending struct {
 	pend uint32
 	keep *runtime.Pinner // of memory from which the vendor reads
 	show remote.Block    // for a client on another host: what the command has written
+	mp   *mapping        // the mapping that is shown so
 }
 
 type memKind uint8
@@ -137,6 +138,7 @@ type mapping struct {
 	Origin [3]uint64 // of images
 	Region [3]uint64
 	vendor unsafe.Pointer // of a unified buffer, which is mapped by the vendor, too
+	unseen bool           // a client on another host has not been shown it yet
 }
 
 type sampler struct {

@@ -150,21 +150,22 @@ func (s *session) createBuffer(r *wire.CreateBuffer) (outcome, error) {
 	if r.Size == 0 || r.Size > s.limits.MaxAlloc {
 		return done(cl.InvalidBufferSize), nil
 	}
-	if s.memory+r.Size > s.memoryLimit() {
+	if !s.takeMemory(r.Size) {
 		return done(cl.MemObjectAllocationFailure), nil
 	}
 	m := &mem{id: r.ID, ctx: c, kind: memBuffer, flags: r.Flags, size: r.Size}
 	if st := s.createVendorBuffer(m); st != cl.Success {
+		s.giveMemory(m.size)
 		return done(st), nil
 	}
 	m.initDirty()
 	if r.Mode == wire.DataInline || r.Mode == wire.DataStaged {
 		if st, err := s.initialise(m, r.Mode, r.Content, r.StageOff, r.StageLen); err != nil || st != cl.Success {
 			s.dropVendorMem(m)
+			s.giveMemory(m.size)
 			return done(st), err
 		}
 	}
-	s.memory += m.size
 	s.usage.LargestAlloc = max(s.usage.LargestAlloc, m.size)
 	s.readyShadow(m)
 	return answer(u64s(m.size, 0, 0, 0)), s.put(r.ID, m)
@@ -308,11 +309,10 @@ func (s *session) createImage(r *wire.CreateImage) (outcome, error) {
 	reg := m.region()
 	m.size = reg[0] * reg[1] * reg[2] * m.elem
 	if m.parent == nil {
-		if s.memory+m.size > s.memoryLimit() {
+		if !s.takeMemory(m.size) {
 			cl.ReleaseMemObject(m.vendor)
 			return done(cl.MemObjectAllocationFailure), nil
 		}
-		s.memory += m.size
 		s.usage.LargestAlloc = max(s.usage.LargestAlloc, m.size)
 		m.initDirty()
 	} else {
@@ -431,7 +431,31 @@ func (s *session) dropMem(m *mem) {
 		}
 		s.dropMem(p)
 	} else {
-		s.memory -= m.size
+		s.giveMemory(m.size)
+	}
+}
+
+// takeMemory counts memory of the session, and reports whether it and all sessions of its
+// claim on this GPU stay within what they may have.
+func (s *session) takeMemory(n uint64) bool {
+	if limit := s.memoryLimit(); s.memory > limit || n > limit-s.memory {
+		return false
+	}
+	take := s.cfg.Budget.Take
+	if !s.active.Load() { // another executor may serve the session now
+		take = s.cfg.Budget.Reach
+	}
+	if !take(s.memory + n) {
+		return false
+	}
+	s.memory += n
+	return true
+}
+
+func (s *session) giveMemory(n uint64) {
+	s.memory -= n
+	if s.active.Load() && !s.frozen { // a frozen session's next executor has the same line
+		s.cfg.Budget.Take(s.memory)
 	}
 }
 

@@ -1,6 +1,13 @@
 package executor
 
-import "strings"
+import (
+	"cmp"
+	"fmt"
+	"os"
+	"strings"
+
+	"github.com/gpuctl/gpuctl/guest/confine"
+)
 
 // quirk is a known fault of a runtime that the probes do not find.
 type quirk struct {
@@ -15,6 +22,10 @@ type quirk struct {
 	// Kernels of a program with a fixed group size must not run while the runtime is asked
 	// for the program's binaries.
 	stillBinaries bool
+	// It compiles kernels to libraries in its cache, and ends the process if it can't load
+	// one. cache is the variable that names another folder than the home.
+	libraries bool
+	cache     string
 }
 
 var quirks = [...]quirk{
@@ -25,12 +36,12 @@ var quirks = [...]quirk{
 	// PoCL's basic device runs commands in any thread that enqueues or waits, and locks
 	// events in the order of their dependencies. Two threads that use the same buffer may
 	// block each other for ever, also with different queues.
-	{platform: "Portable Computing Language", device: "basic-", serial: true, sameCode: true, stillBinaries: true},
+	{platform: "Portable Computing Language", device: "basic-", serial: true, sameCode: true, stillBinaries: true, libraries: true, cache: "POCL_CACHE_DIR"},
 	// PoCL 3.1 adds metadata only; the compiled code is equal, byte for byte. When it is
 	// asked for a program's binaries, it compiles kernels with a fixed group size once
 	// more, for other offsets and grids. pocl_release_dlhandle_cache confuses that code,
 	// which nobody uses, with the code of a kernel that ends, and aborts.
-	{platform: "Portable Computing Language", sameCode: true, stillBinaries: true},
+	{platform: "Portable Computing Language", sameCode: true, stillBinaries: true, libraries: true, cache: "POCL_CACHE_DIR"},
 }
 
 func quirkOf(platform, device string) quirk {
@@ -40,4 +51,23 @@ func quirkOf(platform, device string) quirk {
 		}
 	}
 	return quirk{}
+}
+
+// check returns an error if the runtime would end this process at its first kernel. It is
+// better not to begin: a session that comes from another GPU stays there.
+func (q quirk) check(rt string) error {
+	if !q.libraries {
+		return nil
+	}
+	home := os.Getenv("HOME")
+	if q.cache != "" {
+		home = cmp.Or(os.Getenv(q.cache), home)
+	}
+	if home == "" {
+		return nil
+	}
+	if err := confine.Loadable(home); err != nil {
+		return fmt.Errorf("%s loads what it compiles, and can't from its cache: %w: mount the run folder's file system with exec", rt, err)
+	}
+	return nil
 }

@@ -321,7 +321,7 @@ func (s *session) restoreQueue(q gQueue) error {
 	return nil
 }
 
-func (s *session) restoreMem(g gMem, final bool) error {
+func (s *session) restoreMem(g gMem, final bool) (err error) {
 	if s.have(g.ID, g.Serial) {
 		m := lookup[mem](s, g.ID)
 		if m == nil || m.kind != g.Kind || m.size != g.Size {
@@ -334,6 +334,7 @@ func (s *session) restoreMem(g gMem, final bool) error {
 	if c == nil {
 		return fmt.Errorf("memory object %d: context missing: %w", g.ID, ErrRefused)
 	}
+	stored := false
 	m := &mem{
 		id: g.ID, ctx: c, kind: g.Kind, flags: g.Flags, size: g.Size, origin: g.Origin,
 		format: g.Format, desc: g.Desc, elem: g.Elem, dead: g.Dead, callback: g.Callback,
@@ -350,9 +351,14 @@ func (s *session) restoreMem(g gMem, final bool) error {
 		if g.Size > s.limits.MaxAlloc && g.Kind == memBuffer {
 			return fmt.Errorf("memory object %d has %d bytes, the device allocates at most %d: %w", g.ID, g.Size, s.limits.MaxAlloc, ErrRefused)
 		}
-		if s.memory+g.Size > s.memoryLimit() {
-			return fmt.Errorf("memory object %d: %d bytes needed, %d of %d are taken: %w", g.ID, g.Size, s.memory, s.memoryLimit(), ErrRefused)
+		if !s.takeMemory(g.Size) {
+			return fmt.Errorf("memory object %d: %d bytes needed, %d of %d are taken, or by other sessions of its claim: %w", g.ID, g.Size, s.memory, s.memoryLimit(), ErrRefused)
 		}
+		defer func() {
+			if err != nil && !stored {
+				s.giveMemory(g.Size)
+			}
+		}()
 	}
 	// Content that the session has in the arena stays where it is: the application may have
 	// pointers into it, and a move is not needed.
@@ -375,9 +381,9 @@ func (s *session) restoreMem(g gMem, final bool) error {
 		return fmt.Errorf("memory object %d (%d bytes): %w: %w", g.ID, g.Size, st, ErrRefused)
 	}
 	if m.parent == nil {
-		s.memory += m.size
 		m.initDirty()
 	}
+	stored = true
 	s.set(g.ID, g.Serial, m)
 	return s.adoptMaps(m, g, final)
 }

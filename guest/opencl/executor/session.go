@@ -92,6 +92,7 @@ type session struct {
 	watchWake      chan struct{}
 	cbMu           sync.Mutex
 	cbs            [][3]uint32
+	cbPushing      bool // some that were in cbs are not in the ring yet
 	cbWake         chan struct{}
 	stop           chan struct{}
 	req            requests

@@ -99,6 +99,8 @@ func (w *stateFile) knows(_ uint32, serial uint64, m *mem) bool {
 	return w.entries[serial] != nil || m.unified && w.memory
 }
 
+func (w *stateFile) takes(bool) bool { return true }
+
 func (w *stateFile) shares() bool  { return w.memory }
 func (w *stateFile) inPlace() bool { return true }
 func (w *stateFile) chunk() uint64 { return windowChunk }

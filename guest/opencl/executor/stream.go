@@ -39,6 +39,8 @@ type streamSink struct {
 
 func (o *streamSink) knows(uint32, uint64, *mem) bool { return true }
 
+func (o *streamSink) takes(bool) bool { return true }
+
 func (o *streamSink) shares() bool  { return false }
 func (o *streamSink) inPlace() bool { return false }
 func (o *streamSink) close() error  { return nil }

@@ -74,7 +74,7 @@ func TestAway(t *testing.T) {
 	for name, library := range map[string]string{"same": pocl(t), "own memory": grind} {
 		t.Run(name, func(t *testing.T) {
 			if _, err := os.Stat(library); err != nil {
-				t.Skip("needs the package oclgrind")
+				t.Fatal("needs the package oclgrind: make setup")
 			}
 			c := newClient(t)
 			s := c.executor(1)

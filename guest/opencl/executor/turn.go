@@ -40,8 +40,10 @@ type deviceTurns struct {
 	left   int           // commands that the turn may still have
 	count  int           // commands that it has had
 	began  time.Time     // when it was granted
+	names  bool          // the arbiter may be told which command keeps a turn
 	waits  bool          // somebody waits for its commands to end
-	last   []launched    // its commands that nobody waits for yet, the last one of each queue
+	todo   []launched    // its commands that somebody waits for
+	last   []launched    // its commands that nobody waits for yet
 	usual  time.Duration // how long one command takes, on average
 }
 
@@ -55,9 +57,10 @@ const (
 
 // launched is a command of a turn.
 type launched struct {
-	q   *queue
-	seq uint64
-	ev  cl.Event
+	q    *queue
+	seq  uint64
+	ev   cl.Event
+	name string
 }
 
 // inTurns reports whether commands of the kind are launched in turns: those that the device
@@ -95,8 +98,9 @@ func (s *session) tracked(q *queue, op wire.Op) bool {
 	return s.sharing.Load() && inTurns(op) && s.turnsOf(q).shared
 }
 
-// launch counts a command that was enqueued as a part of the turn. ev is its event.
-func (s *session) launch(q *queue, op wire.Op, ev cl.Event) {
+// launch counts a command that was enqueued as a part of the turn. ev is its event, and k the
+// kernel of a launch.
+func (s *session) launch(q *queue, op wire.Op, k *kernel, ev cl.Event) {
 	if !s.sharing.Load() || !inTurns(op) || ev == 0 {
 		return
 	}
@@ -105,15 +109,9 @@ func (s *session) launch(q *queue, op wire.Op, ev cl.Event) {
 		return
 	}
 	cl.RetainEvent(ev)
-	l := launched{q: q, seq: q.seq, ev: ev}
 	t.left--
 	t.count++
-	if i := slices.IndexFunc(t.last, func(x launched) bool { return x.q == q }); i >= 0 && q.inOrder() {
-		cl.ReleaseEvent(t.last[i].ev)
-		t.last[i] = l
-	} else {
-		t.last = append(t.last, l)
-	}
+	t.last = append(t.last, launched{q: q, seq: q.seq, ev: ev, name: nameOf(op, k)})
 	t.await()
 }
 
@@ -132,20 +130,14 @@ func (t *deviceTurns) untilOver() {
 	for {
 		s.mu.Lock()
 		todo := t.last
-		t.last = nil
+		t.todo, t.last = todo, nil
 		if len(todo) == 0 {
 			t.waits = false
 			t.over()
 			s.mu.Unlock()
 			return
 		}
-		evs := make([]cl.Event, len(todo))
-		for i, l := range todo {
-			evs[i] = l.ev
-			if l.q.vendor != 0 { // it is not released
-				cl.Flush(l.q.vendor)
-			}
-		}
+		evs := untilAll(todo)
 		s.mu.Unlock()
 		// A command that fails makes the wait end early.
 		if cl.WaitForEvents(evs) != cl.Success {
@@ -154,6 +146,7 @@ func (t *deviceTurns) untilOver() {
 			}
 		}
 		s.mu.Lock()
+		t.todo = nil
 		for _, l := range todo {
 			if l.q.inOrder() {
 				l.q.idle = max(l.q.idle, l.seq)
@@ -162,6 +155,35 @@ func (t *deviceTurns) untilOver() {
 		}
 		s.mu.Unlock()
 	}
+}
+
+// untilAll returns the events of commands whose end is that of all, and has their queues
+// begin: of an in-order queue, the last one.
+func untilAll(todo []launched) (evs []cl.Event) {
+	seen := map[*queue]bool{}
+	for _, l := range slices.Backward(todo) {
+		if seen[l.q] && l.q.inOrder() {
+			continue
+		}
+		evs = append(evs, l.ev)
+		if !seen[l.q] && l.q.vendor != 0 { // it is not released
+			cl.Flush(l.q.vendor)
+		}
+		seen[l.q] = true
+	}
+	return evs
+}
+
+// keeper returns the name of the turn's first command that has not ended.
+func (t *deviceTurns) keeper() (name string, ok bool) {
+	for _, of := range [][]launched{t.todo, t.last} {
+		for _, l := range of {
+			if now, st := cl.EventStatus(l.ev); st == cl.Success && now > cl.Complete {
+				return l.name, true
+			}
+		}
+	}
+	return "", false
 }
 
 // over ends the turn, all of whose commands have ended, and asks for the next one.
@@ -239,13 +261,10 @@ func (s *session) readyFor(t *deviceTurns) *parkedCall {
 func (s *session) whatIs(p *parkedCall) (what uint64, name string) {
 	var h maphash.Hash
 	h.SetSeed(s.seed)
-	if p.kernel == nil {
-		_, _ = h.WriteString(p.op.String())
-		return h.Sum64(), p.op.String()
-	}
-	_, _ = h.WriteString(p.kernel.name)
+	name = nameOf(p.op, p.kernel)
+	_, _ = h.WriteString(name)
 	m := &wire.Ndrange{}
-	if m.Decode(p.body) == nil {
+	if p.kernel != nil && m.Decode(p.body) == nil {
 		for _, n := range []uint64{m.Glob0, m.Glob1, m.Glob2} {
 			_ = h.WriteByte(byte(n))
 			_ = h.WriteByte(byte(n >> 8))
@@ -253,7 +272,15 @@ func (s *session) whatIs(p *parkedCall) (what uint64, name string) {
 			_ = h.WriteByte(byte(n >> 24))
 		}
 	}
-	return h.Sum64(), p.kernel.name
+	return h.Sum64(), name
+}
+
+// nameOf returns what a command is called: by its kernel, if it is the launch of one.
+func nameOf(op wire.Op, k *kernel) string {
+	if k == nil {
+		return op.String()
+	}
+	return k.name
 }
 
 // withdrawTurns gives up what was asked for, and turns without commands. It is called when
@@ -270,6 +297,19 @@ func (s *session) withdrawTurns() {
 			t.end()
 		}
 	}
+}
+
+// takeTurns lets arbiters come, until end is called, if the session takes turns at all.
+func (s *session) takeTurns() (end func(), err error) {
+	if s.cfg.TurnSocket == "" {
+		return func() {}, nil
+	}
+	l, err := listen(s.cfg.TurnSocket)
+	if err != nil {
+		return nil, err
+	}
+	go s.serveTurns(l)
+	return func() { l.Close() }, nil
 }
 
 // serveTurns accepts the arbiters' connections.
@@ -310,7 +350,7 @@ func (s *session) readTurns(conn *net.UnixConn) {
 			if t.conn != nil {
 				t.conn.Close() // of a gpuguest before this one
 			}
-			t.conn, t.epoch = conn, 0
+			t.conn, t.epoch, t.names = conn, 0, f.What == turn.HelloKeeps
 			t.setFree()
 		case t != nil && t.conn == conn:
 			t.handle(f)
@@ -350,7 +390,11 @@ func (t *deviceTurns) handle(f turn.Frame) {
 	case turn.Lapse:
 		if f.Epoch == t.epoch && f.Number == t.number && t.state == turnHeld {
 			t.left = 0
-			s.log.Warn("a command keeps the GPU while other sessions wait: they go on beside it", "turn", f.Number)
+			name, ok := t.keeper()
+			s.log.Warn("a command keeps the GPU while other sessions wait: they go on beside it", "turn", f.Number, "command", name)
+			if ok && t.names {
+				t.tell(turn.Frame{Kind: turn.Keeps, Epoch: t.epoch, Number: t.number, Name: name})
+			}
 		}
 	}
 }
@@ -361,7 +405,7 @@ func (s *session) drainTurn(t *deviceTurns) {
 		for _, q := range c.queues {
 			var ev cl.Event
 			if s.turnsOf(q) == t && q.busy() && cl.EnqueueMarkerWithWaitList(q.vendor, nil, &ev) == cl.Success {
-				t.last = append(t.last, launched{q: q, seq: q.seq, ev: ev})
+				t.last = append(t.last, launched{q: q, seq: q.seq, ev: ev, name: q.kernel})
 			}
 		}
 	}

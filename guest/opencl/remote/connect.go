@@ -17,6 +17,8 @@ import (
 	"net"
 	"time"
 
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/compress"
 	"github.com/gpuctl/gpuctl/internal/link"
 )
 
@@ -26,6 +28,9 @@ var (
 	ErrPreamble = errors.New("not a carrier's connection")
 	// ErrRefused is returned when the other host does not take a connection. It is final.
 	ErrRefused = errors.New("refused by the far host")
+	// ErrSilent is returned when the other host takes a connection and does not answer in
+	// time. A far executor answers when it has loaded its runtime.
+	ErrSilent = errors.New("the far host takes the connection and does not answer")
 )
 
 // Role is what a connection is for.
@@ -39,11 +44,12 @@ const (
 	Import                   // contents for the far executor
 	Export                   // contents of the far executor
 	State                    // a state file, there or back
+	Fetch                    // contents for the far executor of another host: see fetch.go
 	roles
 )
 
 func roleNames() [roles]string {
-	return [roles]string{"", "commands", "bulk", "control", "import", "export", "state"}
+	return [roles]string{"", "commands", "bulk", "control", "import", "export", "state", "fetch"}
 }
 
 // String returns the role's name.
@@ -244,8 +250,12 @@ func (i Identity) Hash() []byte {
 // errPeer is returned when the other end has another certificate than it should.
 var errPeer = errors.New("the other end has another certificate than was agreed on")
 
+// compressProtocol is offered in the hello of TLS (ALPN) by an end that can expand what is
+// compressed. An end that does not know it leaves it out of its answer.
+const compressProtocol = "gpuctl-carrier-zstd"
+
 // config returns TLS for one end. peer is the hash of the other end's certificate.
-func (i Identity) config(peer []byte) (*tls.Config, error) {
+func (i Identity) config(peer []byte, role Role) (*tls.Config, error) {
 	key, err := x509.ParsePKCS8PrivateKey(i.Key)
 	if err != nil {
 		return nil, fmt.Errorf("key: %w", err)
@@ -253,13 +263,20 @@ func (i Identity) config(peer []byte) (*tls.Config, error) {
 	if len(peer) != sha256.Size {
 		return nil, fmt.Errorf("hash of the other end's certificate has %d bytes, not %d", len(peer), sha256.Size)
 	}
+	var protocols []string
+	if role != Control { // HTTP's, and short
+		protocols = []string{compressProtocol}
+	}
 	return &tls.Config{
+		NextProtos:   protocols,
 		MinVersion:   tls.VersionTLS13,
 		Certificates: []tls.Certificate{{Certificate: [][]byte{i.Certificate}, PrivateKey: key}},
 		ClientAuth:   tls.RequireAnyClientCert,
 		// The certificates are pinned: no authority has signed them.
 		InsecureSkipVerify:     true, //nolint:gosec // VerifyConnection compares the certificate itself
 		SessionTicketsDisabled: true,
+		// Small records at first would be for web pages.
+		DynamicRecordSizingDisabled: true,
 		VerifyConnection: func(cs tls.ConnectionState) error {
 			if len(cs.PeerCertificates) == 0 {
 				return errPeer
@@ -280,6 +297,39 @@ type Dialer struct {
 	Own       Identity
 	Peer      []byte // hash of the far executor's certificate
 	Hello     Hello
+	Timeout   time.Duration // of one address, up to the answer; 0: 10 s
+	Compress  Compress
+}
+
+// Compress says how an end compresses what it sends, if the other one can expand it.
+type Compress struct {
+	Always bool             // not only where the connection is slow: for tests
+	Counts *compress.Counts // of what is sent
+}
+
+// Traffic returns what was sent, or nil if nobody counts.
+func (x Compress) Traffic() *gpuctlv1.Traffic {
+	if x.Counts == nil {
+		return nil
+	}
+	return &gpuctlv1.Traffic{Plain: x.Counts.Plain.Load(), Compressed: x.Counts.Long.Load(), CompressedTo: x.Counts.Short.Load()}
+}
+
+// over returns the connection that both ends have agreed on in TLS's hello. meter is the
+// connection below TLS.
+func (x Compress) over(conn *sealed, meter net.Conn) net.Conn {
+	if conn.ConnectionState().NegotiatedProtocol != compressProtocol {
+		return conn
+	}
+	m, _ := meter.(compress.Meter)
+	return compress.New(conn, compress.Options{Meter: m, Always: x.Always, Counts: x.Counts})
+}
+
+func (d *Dialer) timeout() time.Duration {
+	if d.Timeout > 0 {
+		return d.Timeout
+	}
+	return dialTimeout
 }
 
 // Limits of connecting.
@@ -305,12 +355,13 @@ func (d *Dialer) Dial(ctx context.Context, role Role) (net.Conn, error) {
 }
 
 func (d *Dialer) dial(ctx context.Context, addr string, role Role) (net.Conn, error) {
-	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
+	ctx, cancel := context.WithTimeout(ctx, d.timeout())
 	defer cancel()
 	conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", addr)
 	if err != nil {
 		return nil, err
 	}
+	conn = prepare(conn, role, d.Plain)
 	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
 	greeted, err := d.greet(ctx, conn, role)
 	if !stop() && err == nil {
@@ -318,6 +369,9 @@ func (d *Dialer) dial(ctx context.Context, addr string, role Role) (net.Conn, er
 	}
 	if err != nil {
 		conn.Close()
+		if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+			err = fmt.Errorf("%w within %v: %w", ErrSilent, d.timeout(), err)
+		}
 		return nil, err
 	}
 	return greeted, nil
@@ -327,24 +381,33 @@ func (d *Dialer) greet(ctx context.Context, conn net.Conn, role Role) (net.Conn,
 	if _, err := conn.Write(Preamble{role, d.Plain, d.Token}.Append(nil)); err != nil {
 		return nil, err
 	}
-	if role == Commands {
-		conn = Eager(conn)
-	}
-	if !d.Plain {
-		cfg, err := d.Own.config(d.Peer)
-		if err != nil {
+	if d.Plain {
+		if _, err := conn.Write(d.Hello.Append(nil)); err != nil {
 			return nil, err
 		}
-		t := tls.Client(conn, cfg)
-		if err := t.HandshakeContext(ctx); err != nil {
-			return nil, fmt.Errorf("TLS: %w", err)
-		}
-		conn = t
+		return conn, readAnswer(conn)
 	}
-	if _, err := conn.Write(d.Hello.Append(nil)); err != nil {
+	cfg, err := d.Own.config(d.Peer, role)
+	if err != nil {
 		return nil, err
 	}
+	s, err := seal(ctx, conn, cfg, tls.Client)
+	if err != nil {
+		return nil, fmt.Errorf("TLS: %w", err)
+	}
+	if _, err := s.Write(d.Hello.Append(nil)); err != nil {
+		return nil, err
+	}
+	conn = d.Compress.over(s, conn)
 	return conn, readAnswer(conn)
+}
+
+// prepare makes a connection fit for what it is for.
+func prepare(conn net.Conn, role Role, plain bool) net.Conn {
+	if role == Control { // HTTP's
+		return conn
+	}
+	return newSocket(conn, role == Commands, plain) // TLS reads what there is
 }
 
 // ReadPreamble reads a connection's preamble within GreetTimeout.
@@ -364,33 +427,34 @@ type Acceptor struct {
 	Own   Identity
 	Peer  []byte // hash of the carrier's certificate
 	Parts uint32 // of an arena
+
+	Compress Compress
 }
 
 // Accept does the far end's part of TLS and reads the hello, within GreetTimeout. The caller
 // answers. It closes the connection if it returns an error.
 func (a *Acceptor) Accept(conn net.Conn, role Role) (net.Conn, Hello, error) {
-	if role == Commands {
-		conn = Eager(conn)
-	}
-	c, h, err := a.accept(conn)
+	conn = prepare(conn, role, a.Plain)
+	c, h, err := a.accept(conn, role)
 	if err != nil {
 		conn.Close()
 	}
 	return c, h, err
 }
 
-func (a *Acceptor) accept(conn net.Conn) (net.Conn, Hello, error) {
-	_ = conn.SetDeadline(time.Now().Add(GreetTimeout))
+func (a *Acceptor) accept(under net.Conn, role Role) (net.Conn, Hello, error) {
+	_ = under.SetDeadline(time.Now().Add(GreetTimeout))
+	conn := under
+	var s *sealed
 	if !a.Plain {
-		cfg, err := a.Own.config(a.Peer)
+		cfg, err := a.Own.config(a.Peer, role)
 		if err != nil {
 			return nil, Hello{}, err
 		}
-		t := tls.Server(conn, cfg)
-		if err := t.HandshakeContext(context.Background()); err != nil {
+		if s, err = seal(context.Background(), under, cfg, tls.Server); err != nil {
 			return nil, Hello{}, fmt.Errorf("TLS: %w", err)
 		}
-		conn = t
+		conn = s
 	}
 	var b [HelloSize]byte
 	if _, err := io.ReadFull(conn, b[:]); err != nil {
@@ -401,5 +465,8 @@ func (a *Acceptor) accept(conn net.Conn) (net.Conn, Hello, error) {
 		return nil, Hello{}, err
 	}
 	_ = conn.SetDeadline(time.Time{})
+	if s != nil {
+		conn = a.Compress.over(s, under)
+	}
 	return conn, h, nil
 }

@@ -5,7 +5,7 @@
 // another host.
 //
 // Here live the beginning of a connection (its preamble, TLS with both ends
-// pinned, the hello), the frames of the two streams and their decoders, blocks of
+// pinned, the hello), that of a connection between two far executors, the frames of the two streams and their decoders, blocks of
 // the arena, and how a bulk transfer is cut into chunks. DESIGN.md says why it is
 // built this way.
 //

@@ -21,8 +21,9 @@ import (
 )
 
 // Protocol is the version of AgentService and GuestService that this package serves.
-// Since 2, a session's state can leave the VM.
-const Protocol = 2
+// Since 2, a session's state can leave the VM. Since 3, sessions can compute on GPUs that
+// hosts lend to the VM. Since 4, they can begin there. Since 5, the VM can lend its cards.
+const Protocol = 5
 
 // Token is the token of the offer that the agent makes to the VM's applications. They
 // send no token.
@@ -30,6 +31,7 @@ const Token = ""
 
 const (
 	gpuPrefix    = "vm/"
+	ownClaim     = "vm" // of sessions on the VM's own cards
 	defaultPoll  = 2 * time.Second
 	eventPoll    = 20 * time.Second // if there are events; finds changes whose events were lost
 	probeTimeout = 2 * time.Minute
@@ -84,6 +86,9 @@ type Config struct {
 	// Driver is the engine of CUDA processes, Services what watches GPUs; nil: there is none.
 	Driver   Driver
 	Services Services
+	// Lender has the leases of the VM's cards, which then are for sessions of other VMs and
+	// hosts alone; nil: they are for the VM's own.
+	Lender Lender
 	// Ready is called with whether there is a GPU for OpenCL applications.
 	Ready  func(bool)
 	Logger *slog.Logger
@@ -110,6 +115,9 @@ type Agent struct {
 
 	mu      sync.Mutex
 	devices map[pci.Address]*device
+	remote  *gpuctlv1.BorrowRequest // the GPU that a host lends to the VM; nil: none
+	lending map[pci.Address]int     // leases that are being made
+	wishes  map[string]*wish        // sessions that wait for a lease, by id
 	changed chan struct{}
 	probes  sync.WaitGroup
 }
@@ -119,6 +127,7 @@ type device struct {
 	function
 	profile  *profile.Profile
 	target   *gpuctlv1.Target // target that works; nil: none
+	partial  bool             // NVIDIA's driver does not show it yet: target is for OpenCL programs alone
 	message  string
 	held     bool // it is being released, or is released
 	released bool // it is released
@@ -153,7 +162,7 @@ func New(cfg Config) (*Agent, error) {
 	return &Agent{
 		cfg: cfg, kernel: k, sessions: cfg.Sessions, users: cfg.Users, log: cfg.Logger, instance: hex.EncodeToString(id[:]),
 		wake: make(chan struct{}, 1), journal: j, offeredDriver: map[pci.Address]bool{},
-		devices: map[pci.Address]*device{}, changed: make(chan struct{}),
+		devices: map[pci.Address]*device{}, wishes: map[string]*wish{}, lending: map[pci.Address]int{}, changed: make(chan struct{}),
 	}, nil
 }
 
@@ -301,7 +310,7 @@ func (a *Agent) judge(ctx context.Context, d *device) {
 	}
 	lose := func() {
 		if d.target != nil {
-			d.target = nil
+			d.target, d.partial = nil, false
 			a.news()
 		}
 	}
@@ -319,9 +328,9 @@ func (a *Agent) judge(ctx context.Context, d *device) {
 			has = "the driver " + d.driver
 		}
 		say("it has %s; profile %s needs %s: install it in the VM", has, d.profile.Name, list(d.profile.Drivers))
-	case d.target != nil || d.probing != nil || ctx == nil || time.Now().Before(d.notUntil):
+	case d.target != nil && !d.partial || d.probing != nil || ctx == nil || time.Now().Before(d.notUntil):
 	default:
-		if d.message == "" {
+		if d.message == "" && d.target == nil {
 			say("its runtime is being tried")
 		}
 		a.probe(ctx, d)
@@ -333,25 +342,43 @@ func (a *Agent) probe(ctx context.Context, d *device) {
 	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
 	over := make(chan struct{})
 	d.probing, d.probed = cancel, over
-	order := a.order(d)
+	order, before := a.order(d), d.target
 	a.probes.Go(func() {
 		defer close(over)
 		defer cancel()
-		target, err := a.try(ctx, d.function, d.profile, order)
+		var target *gpuctlv1.Target
+		var err error
+		if before == nil {
+			target, err = a.try(ctx, d.function, d.profile, order)
+		} else { // OpenCL programs use it already
+			target = a.withDriver(ctx, d.function, d.profile, proto.CloneOf(before))
+		}
 		a.mu.Lock()
 		defer a.mu.Unlock()
 		d.probing = nil
 		if a.devices[d.address] != d || d.held || errors.Is(err, context.Canceled) {
 			return
 		}
-		if err != nil {
-			d.message = excerpt.Of(err.Error(), maxMessage)
+		again := func() {
 			d.notUntil = time.Now().Add(d.retry)
 			time.AfterFunc(d.retry, a.poke)
 			d.retry = min(2*d.retry, mostRetry)
+		}
+		switch {
+		case err != nil:
+			d.message = excerpt.Of(err.Error(), maxMessage)
+			again()
 			a.log.Info("device is not ready", "device", d.address, "err", err)
-		} else {
-			d.target, d.message, d.retry = target, "", leastRetry
+		case before != nil && a.awaitsDriver(d.profile, target):
+			again()
+			return // nothing has changed
+		default:
+			d.target, d.message = target, ""
+			if d.partial = a.awaitsDriver(d.profile, target); d.partial {
+				again()
+			} else {
+				d.retry = leastRetry
+			}
 			a.log.Info("device is ready", "device", d.address, "model", target.Model, "library", target.GetRuntime().GetLibrary(), "cuda", len(target.Driver) > 0)
 		}
 		a.news()
@@ -442,7 +469,7 @@ func (a *Agent) hold(ctx context.Context, at pci.Address, on bool) {
 	}
 	if !on {
 		// Probe it again, because it may be another device now.
-		d.target, d.message, d.notUntil, d.retry = nil, "", time.Time{}, leastRetry
+		d.target, d.partial, d.message, d.notUntil, d.retry = nil, false, "", time.Time{}, leastRetry
 	}
 	a.news()
 	a.mu.Unlock()
@@ -471,16 +498,21 @@ func (a *Agent) releasable(f *function) bool {
 	return a.journal.has(f.address)
 }
 
-// offer offers applications the ready device with the lowest address.
+// offer offers applications the ready device with the lowest address. If there is none, or
+// the VM lends its devices, it offers the GPU that a host lends to the VM.
 func (a *Agent) offer(ctx context.Context) {
 	a.offering.Lock()
 	defer a.offering.Unlock()
 	var want *gpuctlv1.Target
 	for _, d := range a.list() {
-		if d.ready() {
+		if d.ready() && a.cfg.Lender == nil {
 			want = proto.CloneOf(d.target)
 			break
 		}
+	}
+	claim := ownClaim
+	if lent := a.lent(); want == nil && lent != nil {
+		want, claim = remoteTarget(lent), lent.GetClaim()
 	}
 	if a.made && proto.Equal(want, a.offered) {
 		return
@@ -493,7 +525,7 @@ func (a *Agent) offer(ctx context.Context) {
 		err = a.sessions.Withdraw(ctx, Token)
 	} else {
 		err = a.sessions.Offer(ctx, &gpuctlv1.OfferRequest{
-			Token: Token, Claim: "vm", Target: want,
+			Token: Token, Claim: claim, Target: want,
 			// The name that applications see stays the same if the model changes.
 			Device: &gpuctlv1.VirtualDevice{Name: "gpuctl virtual GPU", Type: "gpu"},
 		})

@@ -150,8 +150,10 @@ type rig struct {
 	look     func() []string // instead of users
 	driver   agent.Driver    // nil: no NVIDIA
 	services *fakeServices
+	lender   agent.Lender // nil: the VM lends nothing
 	open     atomic.Bool
 	client   gpuctlv1connect.AgentServiceClient
+	made     *agent.Agent
 	stop     func()
 }
 
@@ -191,7 +193,7 @@ func (r *rig) start() {
 		r.t.Fatal(err)
 	}
 	cfg := agent.Config{
-		Root: r.machine, Dir: r.dir, Profiles: profiles, Prober: r.prober, Sessions: r.sessions, Version: "v1", Driver: r.driver,
+		Root: r.machine, Dir: r.dir, Profiles: profiles, Prober: r.prober, Sessions: r.sessions, Version: "v1", Driver: r.driver, Lender: r.lender,
 		Users: func(context.Context, []pci.Address) ([]string, error) {
 			if r.look != nil {
 				return r.look(), nil
@@ -207,6 +209,7 @@ func (r *rig) start() {
 	if err != nil {
 		r.t.Fatal(err)
 	}
+	r.made = a
 	mux := http.NewServeMux()
 	mux.Handle(a.Handler())
 	srv := httptest.NewServer(mux)

@@ -24,6 +24,13 @@
 // gpuguest, but not a boot. What fails is undone, except if the kernel does not return
 // from an unbind: then it is unknown what has been done.
 //
+// # Remote GPUs
+//
+// A host lends the VM a GPU with a call that it holds (Borrow). As long as it does, and no
+// card of the VM is ready, applications are offered that GPU. A session that begins there
+// waits for a lease: the call streams who waits, and the host answers with Grant. If the
+// call ends, new applications wait for the next one; sessions go on.
+//
 // Package guest/vm/channel transports bytes between the VM and its host. Sessions are in
 // guest/session.
 package agent

@@ -62,6 +62,12 @@ func (a *Agent) withDriver(ctx context.Context, f function, p *profile.Profile, 
 	return t
 }
 
+// awaitsDriver reports whether NVIDIA's driver is installed and does not show the GPU of a
+// target yet. It takes a while after the card was plugged in.
+func (a *Agent) awaitsDriver(p *profile.Profile, t *gpuctlv1.Target) bool {
+	return a.cfg.Driver != nil && p.CUDA && len(t.GetDriver()) == 0 && a.kernel.hasLibrary(cudaLibrary)
+}
+
 // quiet stops the services that watch a function. They are journalled before, so that they
 // start again when a GPU is there. The caller holds turn.
 func (a *Agent) quiet(ctx context.Context, at pci.Address) error {

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	"connectrpc.com/connect"
@@ -20,6 +21,55 @@ type fakeDriver struct{}
 
 func (fakeDriver) GPUs(context.Context) ([]*gpuctlv1.DriverGPU, []uint64, error) {
 	return []*gpuctlv1.DriverGPU{{Uuid: "GPU-1", PciAddress: "00000000:00:05.0", Model: "NVIDIA A10"}}, []uint64{24 << 30}, nil
+}
+
+// lateDriver shows its GPU when it is told to.
+type lateDriver struct{ shows atomic.Bool }
+
+func (d *lateDriver) GPUs(ctx context.Context) ([]*gpuctlv1.DriverGPU, []uint64, error) {
+	if !d.shows.Load() {
+		return nil, nil, nil
+	}
+	return fakeDriver{}.GPUs(ctx)
+}
+
+// NVIDIA's driver may show a card later than OpenCL serves it. Programs of OpenCL have it at
+// once, and the driver is asked again, without another probe.
+func TestDriverThatShowsACardLateIsAskedAgain(t *testing.T) {
+	r := newRig(t)
+	r.stop()
+	late := &lateDriver{}
+	r.driver, r.services = late, &fakeServices{runs: map[string]bool{}}
+	r.machine.File("usr/lib/libcuda.so.1", "")
+	r.start()
+	t.Cleanup(func() { r.stop() })
+	d := r.until(firstAt, "ready", ready)
+	if g := d.GetTarget(); g.GetRuntime() == nil || len(g.GetDriver()) != 0 {
+		t.Fatalf("%v", g)
+	}
+	r.until(secondAt, "ready", ready)
+	probes := func() (n int) { r.prober.change(func() { n = r.prober.count }); return n }
+	before := probes()
+	late.shows.Store(true)
+	d = r.until(firstAt, "for CUDA programs", func(d *gpuctlv1.GuestDevice) bool { return len(d.GetTarget().GetDriver()) == 1 })
+	if d.GetTarget().GetRuntime() == nil || !d.GetReady() {
+		t.Errorf("%v", d)
+	}
+	if n := probes(); n != before {
+		t.Errorf("its OpenCL runtime was probed %d times more", n-before)
+	}
+	late.shows.Store(false) // what is known stays until the card is released
+	if err := r.release(firstAt); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.takeUp(firstAt); err != nil {
+		t.Fatal(err)
+	}
+	d = r.until(firstAt, "ready again", ready)
+	if len(d.GetTarget().GetDriver()) != 0 {
+		t.Errorf("the driver does not show it: %v", d)
+	}
+	r.untouched()
 }
 
 // fakeServices are services of which each watches while it runs.

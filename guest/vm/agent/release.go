@@ -24,6 +24,7 @@ var (
 	ErrVerify    = errors.New("the kernel did not do as it was told")
 
 	errStarting = errors.New("a session is being started")
+	errLending  = fmt.Errorf("%w: for another VM or host", errStarting)
 )
 
 // noDriver is a name that no driver has.
@@ -170,6 +171,11 @@ func (a *Agent) unused(ctx context.Context, at pci.Address) error {
 			users = append(users, fmt.Sprintf("session %s (%s, pid %d)", s.Id, excerpt.Of(s.Command, 60), s.Pid))
 		}
 	}
+	leases, err := a.leasesOn(at, target)
+	if err != nil {
+		return err
+	}
+	users = append(users, leases...)
 	if len(users) == 0 && a.users != nil {
 		if users, err = a.users(ctx, []pci.Address{at}); err != nil {
 			return fmt.Errorf("%s: find out who uses it: %w", at, err)

@@ -41,16 +41,20 @@ func (a *Agent) Handler() (string, http.Handler) {
 	return gpuctlv1connect.NewAgentServiceHandler(service{a}, connect.WithReadMaxBytes(maxRequest))
 }
 
-func (v service) Hello(context.Context, *connect.Request[gpuctlv1.HelloRequest]) (*connect.Response[gpuctlv1.HelloResponse], error) {
+func (v service) Hello(ctx context.Context, _ *connect.Request[gpuctlv1.HelloRequest]) (*connect.Response[gpuctlv1.HelloResponse], error) {
 	a := v.a
 	total, free := a.kernel.memory()
 	r := &gpuctlv1.HelloResponse{
 		Version: a.cfg.Version, Protocol: Protocol, BootId: a.kernel.bootID(), Instance: a.instance,
 		Kernel: a.kernel.text("proc/sys/kernel/osrelease"), FreeMemory: free, TotalMemory: total,
-		UnixNs: time.Now().UnixNano(), Devices: a.report(),
+		UnixNs: time.Now().UnixNano(), Devices: a.report(), Remote: a.lent(),
 	}
 	if r.Hotplug = len(a.kernel.slots()) > 0; !r.Hotplug {
 		r.HotplugReason = noSlots
+	}
+	if a.cfg.Lender != nil {
+		r.LendAddresses = a.cfg.Lender.Addresses()
+		a.markLends(ctx, r.Devices)
 	}
 	return connect.NewResponse(r), nil
 }

@@ -31,6 +31,22 @@ type Keeper interface {
 	Resize(ctx context.Context, r *gpuctlv1.ResizeRequest, report cards.Report) error
 }
 
+// Remote lends GPUs of hosts to the VMs of this host.
+type Remote interface {
+	Attach(ctx context.Context, r *gpuctlv1.AttachRemoteRequest, report cards.Report) error
+	Detach(ctx context.Context, r *gpuctlv1.DetachRemoteRequest, report cards.Report) error
+	// Of returns the GPU that is lent to a VM, or nil.
+	Of(uuid string) *gpuctlv1.RemoteGPU
+}
+
+// Service has VMs of this host serve others.
+type Service interface {
+	Serve(ctx context.Context, r *gpuctlv1.ServeRequest, report cards.Report) error
+	EndServe(ctx context.Context, r *gpuctlv1.EndServeRequest, report cards.Report) error
+	// Of returns what a VM serves others with, or nil.
+	Of(uuid string) *gpuctlv1.Service
+}
+
 // NICs manages the network cards of this host.
 type NICs interface {
 	List(ctx context.Context) ([]*gpuctlv1.NIC, error)
@@ -48,6 +64,10 @@ type Cluster interface {
 
 // API implements DeviceService.
 type API struct {
+	// Remote and Service are set before the first call.
+	Remote  Remote
+	Service Service
+
 	keeper  Keeper
 	nics    NICs
 	cluster Cluster
@@ -57,7 +77,9 @@ type API struct {
 var _ gpuctlv1connect.DeviceServiceHandler = (*API)(nil)
 
 // New returns the API of this host's cards and network cards.
-func New(k Keeper, n NICs, c Cluster, log *slog.Logger) *API { return &API{k, n, c, log} }
+func New(k Keeper, n NICs, c Cluster, log *slog.Logger) *API {
+	return &API{keeper: k, nics: n, cluster: c, log: log}
+}
 
 // Handle adds the service to a mux.
 func (a *API) Handle(mux *http.ServeMux, options ...connect.HandlerOption) {
@@ -132,11 +154,20 @@ func (a *API) ListMachines(ctx context.Context, req *connect.Request[gpuctlv1.Li
 	if there != nil {
 		return forward(ctx, req.Msg, there.ListMachines)
 	}
-	all, err := a.keeper.List(ctx)
+	all, err := a.list(ctx)
 	if err != nil {
 		return nil, reason.Coded(err)
 	}
 	return connect.NewResponse(&gpuctlv1.ListMachinesResponse{Machines: all}), nil
+}
+
+// list lists the VMs of this host with all that they have.
+func (a *API) list(ctx context.Context) ([]*gpuctlv1.Machine, error) {
+	all, err := a.keeper.List(ctx)
+	for _, m := range all {
+		m.Remote, m.Service = a.Remote.Of(m.GetUuid()), a.Service.Of(m.GetUuid())
+	}
+	return all, err
 }
 
 // everywhere asks all hosts at once. The answer names those that did not answer.
@@ -155,7 +186,7 @@ func (a *API) everywhere(ctx context.Context) *gpuctlv1.ListMachinesResponse {
 	}
 	var wg sync.WaitGroup
 	wg.Go(func() {
-		all, err := a.keeper.List(ctx)
+		all, err := a.list(ctx)
 		add(a.cluster.HostName(), all, err)
 	})
 	for _, host := range a.cluster.OtherHosts() {
@@ -295,6 +326,54 @@ func (a *API) Detach(ctx context.Context, req *connect.Request[gpuctlv1.DetachRe
 	return stream(ctx, a, host, req.Msg, out, a.keeper.Detach, func(c gpuctlv1connect.DeviceServiceClient) func(context.Context, *connect.Request[gpuctlv1.DetachRequest]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error) {
 		req.Msg.Host = host
 		return c.Detach
+	})
+}
+
+// AttachRemote lends a GPU of a host to a VM.
+func (a *API) AttachRemote(ctx context.Context, req *connect.Request[gpuctlv1.AttachRemoteRequest], out *connect.ServerStream[gpuctlv1.DeviceUpdate]) error {
+	host, err := a.machineHost(ctx, req.Msg.GetHost(), "", req.Msg.GetMachine())
+	if err != nil {
+		return err
+	}
+	return stream(ctx, a, host, req.Msg, out, a.Remote.Attach, func(c gpuctlv1connect.DeviceServiceClient) func(context.Context, *connect.Request[gpuctlv1.AttachRemoteRequest]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error) {
+		req.Msg.Host = host
+		return c.AttachRemote
+	})
+}
+
+// DetachRemote takes it back.
+func (a *API) DetachRemote(ctx context.Context, req *connect.Request[gpuctlv1.DetachRemoteRequest], out *connect.ServerStream[gpuctlv1.DeviceUpdate]) error {
+	host, err := a.machineHost(ctx, req.Msg.GetHost(), "", req.Msg.GetMachine())
+	if err != nil {
+		return err
+	}
+	return stream(ctx, a, host, req.Msg, out, a.Remote.Detach, func(c gpuctlv1connect.DeviceServiceClient) func(context.Context, *connect.Request[gpuctlv1.DetachRemoteRequest]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error) {
+		req.Msg.Host = host
+		return c.DetachRemote
+	})
+}
+
+// Serve has a VM serve others.
+func (a *API) Serve(ctx context.Context, req *connect.Request[gpuctlv1.ServeRequest], out *connect.ServerStream[gpuctlv1.DeviceUpdate]) error {
+	host, err := a.machineHost(ctx, req.Msg.GetHost(), req.Msg.GetGpu(), req.Msg.GetMachine())
+	if err != nil {
+		return err
+	}
+	return stream(ctx, a, host, req.Msg, out, a.Service.Serve, func(c gpuctlv1connect.DeviceServiceClient) func(context.Context, *connect.Request[gpuctlv1.ServeRequest]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error) {
+		req.Msg.Host = host
+		return c.Serve
+	})
+}
+
+// EndServe ends that.
+func (a *API) EndServe(ctx context.Context, req *connect.Request[gpuctlv1.EndServeRequest], out *connect.ServerStream[gpuctlv1.DeviceUpdate]) error {
+	host, err := a.machineHost(ctx, req.Msg.GetHost(), "", req.Msg.GetMachine())
+	if err != nil {
+		return err
+	}
+	return stream(ctx, a, host, req.Msg, out, a.Service.EndServe, func(c gpuctlv1connect.DeviceServiceClient) func(context.Context, *connect.Request[gpuctlv1.EndServeRequest]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error) {
+		req.Msg.Host = host
+		return c.EndServe
 	})
 }
 

@@ -113,12 +113,7 @@ func Listen(dir string) (*net.UnixListener, error) {
 	if err != nil {
 		return nil, fmt.Errorf("hook: %w", err)
 	}
-	u, ok := l.(*net.UnixListener)
-	if !ok {
-		_ = l.Close()
-		return nil, errors.New("hook: no unix socket")
-	}
-	return u, nil
+	return l, nil
 }
 
 // Serve answers requests until ctx ends. Then it waits for those in progress, whose

@@ -14,6 +14,7 @@ type Domain struct {
 	ID     uint16
 	Paused bool
 	HVM    bool
+	Ran    bool // one of its vCPUs has run
 }
 
 // Domains returns the domains of the VMs that run, by the VMs' UUIDs. Without Xen there
@@ -29,7 +30,7 @@ func (p *Platform) Domains(ctx context.Context) (map[string]Domain, error) {
 	}
 	for _, d := range all {
 		if !d.Dying && d.ID != 0 {
-			out[canonical(d.UUID)] = Domain{ID: d.ID, Paused: d.Paused, HVM: d.Type == xen.TypeHVM}
+			out[canonical(d.UUID)] = Domain{ID: d.ID, Paused: d.Paused, HVM: d.Type == xen.TypeHVM, Ran: d.Ran}
 		}
 	}
 	return out, nil

@@ -37,10 +37,27 @@ func (p *Platform) Hook(ctx context.Context, e libvirthook.Event) (libvirthook.A
 		p.Keeper.Kick() // without the XML, Reconcile finds out what has ended
 	case wire.Migrate:
 		return p.incoming(e)
-	case wire.Started, wire.Stopped, wire.Reconnect, wire.Attach:
+	case wire.Started:
+		p.Keeper.Kick()
+		return libvirthook.Answer{}, p.arrived(ctx, e)
+	case wire.Stopped, wire.Reconnect, wire.Attach:
 		p.Keeper.Kick()
 	}
 	return libvirthook.Answer{}, nil
+}
+
+// arrived is called when a domain is complete. One that a migration has brought is still paused
+// then: libxl's driver lets it run when its source has said the last word.
+func (p *Platform) arrived(ctx context.Context, e libvirthook.Event) error {
+	if p.Arrived == nil {
+		return nil
+	}
+	doc, _, err := assigned(e)
+	if err != nil { // nobody knows which VM it is, and it may run
+		p.log.Warn("it is not seen to that a VM that has arrived is complete", "machine", e.Domain, "err", err)
+		return nil
+	}
+	return p.Arrived(ctx, vm.VM{UUID: canonical(doc.UUID()), Name: e.Domain})
 }
 
 // assigned returns the PCI functions in the XML of an event.

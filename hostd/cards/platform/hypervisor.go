@@ -59,6 +59,28 @@ func (x xenHypervisor) Owners(ctx context.Context) (map[pci.Address]vm.VM, error
 	return out, nil
 }
 
+// GuestAddress returns where libxl has put a device, which it writes to xenstore. HVM guests
+// have one bus.
+func (x xenHypervisor) GuestAddress(ctx context.Context, uuid string, f pci.Address) (*pci.Address, error) {
+	assigned, err := x.host.Assigned(ctx)
+	if err != nil || len(assigned) == 0 {
+		return nil, err
+	}
+	id, err := x.domain(ctx, uuid)
+	if errors.Is(err, cards.ErrNotFound) {
+		return nil, nil //nolint:nilnil // a VM that does not run has no device
+	}
+	if err != nil {
+		return nil, err
+	}
+	for _, a := range assigned {
+		if a.Domain == id && a.Device == f && a.Slot >= 0 {
+			return &pci.Address{Device: uint8(a.Slot >> 3), Function: uint8(a.Slot & 7)}, nil
+		}
+	}
+	return nil, nil //nolint:nilnil // it is unknown
+}
+
 func (x xenHypervisor) Dom0Access(card *pci.Card) string {
 	a, err := x.host.Access(card.Address)
 	if err != nil {
@@ -131,6 +153,31 @@ func (kvmHypervisor) ForceAttach(context.Context, string, pci.Address) error { r
 // repair.
 var errOneList = errors.New("only Xen keeps a list beside libvirt's")
 
+func (k kvmHypervisor) GuestAddress(ctx context.Context, uuid string, f pci.Address) (*pci.Address, error) {
+	d, err := k.client.Lookup(ctx, uuid)
+	if errors.Is(err, virt.ErrNotFound) {
+		return nil, nil //nolint:nilnil // a VM that does not run has no device
+	}
+	if err != nil {
+		return nil, err
+	}
+	doc, err := document(ctx, k.client, d, 0)
+	if err != nil {
+		return nil, err
+	}
+	return guestAddress(doc, f), nil
+}
+
+// guestAddress returns where a domain has a function; nil: it does not have it.
+func guestAddress(doc *domxml.Document, f pci.Address) *pci.Address {
+	for _, h := range doc.HostDevices() {
+		if h.Source == (domxml.Source{PCI: f}) {
+			return h.Guest
+		}
+	}
+	return nil
+}
+
 func (k kvmHypervisor) Owners(ctx context.Context) (map[pci.Address]vm.VM, error) {
 	all, err := k.client.Domains(ctx)
 	if err != nil {
@@ -167,6 +214,10 @@ func (noHypervisor) HotplugBlocker(*pci.Card) string { return "" }
 
 func (noHypervisor) ForceDetach(context.Context, string, pci.Address) error { return errOneList }
 func (noHypervisor) ForceAttach(context.Context, string, pci.Address) error { return errOneList }
+
+func (noHypervisor) GuestAddress(context.Context, string, pci.Address) (*pci.Address, error) {
+	return nil, nil //nolint:nilnil // there are no VMs
+}
 
 func (noHypervisor) Owners(context.Context) (map[pci.Address]vm.VM, error) {
 	return map[pci.Address]vm.VM{}, nil

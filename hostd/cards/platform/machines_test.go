@@ -11,6 +11,34 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
+// A card goes where the VM had its card, if that is free and can be plugged in alone.
+func TestPlace(t *testing.T) {
+	doc, err := domxml.Parse([]byte(`<domain type='kvm'><name>web</name><devices>
+  <controller type='pci' index='1' model='pcie-root-port'><address type='pci' domain='0x0000' bus='0x00' slot='0x02' function='0x1' multifunction='on'/></controller>
+  <interface type='network'><address type='pci' domain='0x0000' bus='0x01' slot='0x00' function='0x0'/></interface>
+  <hostdev mode='subsystem' type='pci' managed='no'><source><address domain='0x0000' bus='0x65' slot='0x00' function='0x0'/></source><address type='pci' domain='0x0000' bus='0x03' slot='0x00' function='0x0'/></hostdev>
+  <disk type='file'><address type='drive' controller='0' bus='2' target='0' unit='0'/></disk></devices></domain>`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if at := guestAddress(doc, pci.Address{Bus: 0x65}); at == nil || *at != (pci.Address{Bus: 3}) {
+		t.Errorf("it has it at %v", at)
+	}
+	if at := guestAddress(doc, pci.Address{Bus: 0x66}); at != nil {
+		t.Errorf("it has another one at %v", at)
+	}
+	for _, c := range []struct {
+		at   pci.Address
+		free bool
+	}{
+		{pci.Address{Bus: 2}, true}, {pci.Address{Bus: 1}, false}, {pci.Address{Bus: 3}, false}, {pci.Address{Device: 2}, false}, {pci.Address{Bus: 2, Function: 1}, false},
+	} {
+		if at := place(doc, c.at); (at != nil) != c.free || at != nil && *at != c.at {
+			t.Errorf("%s: it goes to %v", c.at, at)
+		}
+	}
+}
+
 // What is stored must start.
 func TestStore(t *testing.T) {
 	const hvm, pvh, pv = "<type arch='x86_64' machine='xenfv'>hvm</type>", "<type arch='x86_64' machine='xenpvh'>xenpvh</type>", "<type>linux</type>"

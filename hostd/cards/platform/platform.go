@@ -69,6 +69,9 @@ type Platform struct {
 	Vchan func(ctx context.Context, uuid, path string) (net.Conn, error)
 	// PrepareStart prepares what a VM gets beside cards for its start; nil: nothing.
 	PrepareStart func(ctx context.Context, m vm.VM) error
+	// Arrived completes what a VM has beside cards, before a VM that a migration has brought
+	// runs here; nil: nothing. After an error the VM is ended, and goes on where it was.
+	Arrived func(ctx context.Context, m vm.VM) error
 
 	xen      *xen.Host        // nil: the hypervisor is not Xen
 	store    *xenstore.Client // as xen

@@ -192,7 +192,11 @@ func (r *rig) Find(context.Context, string) (vm.Info, error) {
 
 func (r *rig) Check(context.Context, string) ([]*gpuctlv1.Reason, error) { return nil, nil }
 
-func (r *rig) Attach(_ context.Context, _ string, f pci.Address) error {
+func (r *rig) GuestAddress(context.Context, string, pci.Address) (*pci.Address, error) {
+	return nil, nil //nolint:nilnil // it is unknown
+}
+
+func (r *rig) Attach(_ context.Context, _ string, f pci.Address, _ *pci.Address) error {
 	if err := r.step("attach"); err != nil {
 		return err
 	}

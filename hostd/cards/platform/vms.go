@@ -158,12 +158,30 @@ func device(f pci.Address) domxml.HostDevice {
 	return domxml.HostDevice{Source: domxml.Source{PCI: f}}
 }
 
-func (m vms) Attach(ctx context.Context, uuid string, f pci.Address) error {
+func (m vms) Attach(ctx context.Context, uuid string, f pci.Address, at *pci.Address) error {
 	d, err := m.find(ctx, uuid)
 	if err != nil {
 		return err
 	}
-	return m.client.Attach(ctx, d, device(f).XML(), virt.Live)
+	h := device(f)
+	if at != nil && m.client.Driver() == virt.QEMU { // the libxl driver tells libxl of no address (libxl_conf.c, libxlMakePCI)
+		doc, err := document(ctx, m.client, d, 0)
+		if err != nil {
+			return err
+		}
+		h.Guest = place(doc, *at)
+	}
+	return m.client.Attach(ctx, d, h.XML(), virt.Live)
+}
+
+// place returns the address in the VM that a device is to get; nil: libvirt chooses one, as
+// something else is there, or it is a part of a device of several functions, which can't be
+// plugged in one after the other.
+func place(doc *domxml.Document, at pci.Address) *pci.Address {
+	if at.Function != 0 || doc.Occupied(at) {
+		return nil
+	}
+	return &at
 }
 
 func (m vms) Detach(ctx context.Context, uuid string, f pci.Address) error {
@@ -270,7 +288,9 @@ func (n noVMs) Find(context.Context, string) (vm.Info, error) {
 }
 
 func (n noVMs) Check(context.Context, string) ([]*gpuctlv1.Reason, error) { return nil, n.err() }
-func (n noVMs) Attach(context.Context, string, pci.Address) error         { return n.err() }
+func (n noVMs) Attach(context.Context, string, pci.Address, *pci.Address) error {
+	return n.err()
+}
 func (n noVMs) Detach(context.Context, string, pci.Address) error         { return n.err() }
 func (n noVMs) Listed(context.Context, string, pci.Address) (bool, error) { return false, n.err() }
 func (n noVMs) Store(context.Context, string, []pci.Address) error        { return n.err() }

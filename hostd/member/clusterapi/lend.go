@@ -17,6 +17,11 @@ type Lender interface {
 	Lend(ctx context.Context, borrower Self, r *clusterv1.LendRequest) (*clusterv1.LendResponse, error)
 	// EndLease ends a lease of that host.
 	EndLease(ctx context.Context, borrower Self, lease string) error
+	// AllowFetch lets another host's far executor fetch the contents of a session of that
+	// host, and EndFetch takes it back. Fetch makes the far executor of a lease do so.
+	AllowFetch(ctx context.Context, borrower Self, r *clusterv1.AllowFetchRequest) (*clusterv1.AllowFetchResponse, error)
+	EndFetch(ctx context.Context, borrower Self, lease string) error
+	Fetch(ctx context.Context, borrower Self, r *clusterv1.FetchRequest) error
 }
 
 func (a *API) borrower(ctx context.Context) (Lender, Self, error) {
@@ -54,6 +59,43 @@ func (a *API) EndLease(ctx context.Context, req *connect.Request[clusterv1.EndLe
 		return nil, reason.Coded(err)
 	}
 	return connect.NewResponse(&clusterv1.EndLeaseResponse{}), nil
+}
+
+// AllowFetch lets another host's far executor fetch contents of a session of the calling host.
+func (a *API) AllowFetch(ctx context.Context, req *connect.Request[clusterv1.AllowFetchRequest]) (*connect.Response[clusterv1.AllowFetchResponse], error) {
+	l, borrower, err := a.borrower(ctx)
+	if err != nil {
+		return nil, err
+	}
+	res, err := l.AllowFetch(ctx, borrower, req.Msg)
+	if err != nil {
+		return nil, reason.Coded(err)
+	}
+	return connect.NewResponse(res), nil
+}
+
+// EndFetch takes back what AllowFetch has allowed.
+func (a *API) EndFetch(ctx context.Context, req *connect.Request[clusterv1.EndFetchRequest]) (*connect.Response[clusterv1.EndFetchResponse], error) {
+	l, borrower, err := a.borrower(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if err := l.EndFetch(ctx, borrower, req.Msg.GetLease()); err != nil {
+		return nil, reason.Coded(err)
+	}
+	return connect.NewResponse(&clusterv1.EndFetchResponse{}), nil
+}
+
+// Fetch connects the far executor of a lease of the calling host to another host.
+func (a *API) Fetch(ctx context.Context, req *connect.Request[clusterv1.FetchRequest]) (*connect.Response[clusterv1.FetchResponse], error) {
+	l, borrower, err := a.borrower(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if err := l.Fetch(ctx, borrower, req.Msg); err != nil {
+		return nil, reason.Coded(err)
+	}
+	return connect.NewResponse(&clusterv1.FetchResponse{}), nil
 }
 
 // MaxEcho is how many bytes one Echo may send or ask for.

@@ -40,7 +40,8 @@ func (a *API) Report() *clusterv1.StatusResponse {
 	}
 	res.Queue = l.State().View().Queue()
 	for m := range l.State().View().Migrations() {
-		if m.GetMachine().GetTwice() && m.GetState() == clusterv1.MigrationState_MIGRATION_STATE_HELD {
+		move := m.GetMachine()
+		if (move.GetTwice() || move.GetKeptOn() != "") && m.GetState() == clusterv1.MigrationState_MIGRATION_STATE_HELD {
 			res.Alarms = append(res.Alarms, "migration "+m.GetId()+": "+m.GetMessage())
 		}
 	}

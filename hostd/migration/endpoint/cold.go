@@ -91,7 +91,7 @@ func (l *Local) Start(ctx context.Context, m *gpuctlv1.SiteMachine, gpu string, 
 	}
 	// The hypervisor confirms that the VM has the card. Then the stored definition is
 	// changed.
-	if err := l.Keeper.AttachPrepared(ctx, vmOf(m), local(gpu), stored); err != nil || stored {
+	if err := l.Keeper.AttachPrepared(ctx, vmOf(m), local(gpu), stored, nil); err != nil || stored {
 		return err
 	}
 	functions, err := l.Keeper.Functions(ctx, local(gpu))
@@ -112,7 +112,7 @@ func (l *Local) startWith(ctx context.Context, d virt.Domain, m *gpuctlv1.SiteMa
 		}
 	}
 	_, err := l.Client.Start(ctx, d)
-	return err
+	return l.barred(ctx, vmOf(m), l.Name, err)
 }
 
 // Definition returns the stored definition of a VM.

@@ -43,6 +43,15 @@ func (l *Local) MachineFacts(ctx context.Context, uuid string) (*gpuctlv1.SiteMa
 	if out.Cpu, err = l.cpu(ctx, &x); err != nil {
 		return nil, err
 	}
+	if l.Locks != nil && m.State == virt.Running.String() {
+		out.Unlocked = l.unlocked(out.GetDisks())
+	}
+	if l.Serves != nil {
+		out.Serves = l.Serves(uuid)
+	}
+	if l.Parts != nil {
+		out.Parts = l.Parts.Parts(uuid)
+	}
 	ours := map[string]bool{}
 	cards, err := l.Keeper.Cards(ctx)
 	if err != nil {
@@ -134,6 +143,9 @@ func (l *Local) agentFacts(ctx context.Context, out *gpuctlv1.SiteMachineFacts) 
 	out.Agent, out.Refused = true, refused
 	out.Hello = l.summary(hello)
 	for _, s := range all {
+		if abroad(s) {
+			continue // it goes on where it is
+		}
 		switch s.GetState() {
 		case gpuctlv1.SessionState_SESSION_STATE_ENDED, gpuctlv1.SessionState_SESSION_STATE_LOST:
 		default:
@@ -212,9 +224,10 @@ func (l *Local) HostFacts(ctx context.Context, r *gpuctlv1.SiteHostFactsRequest)
 			out.Cpu = "libvirt says that it lacks features of it: virsh cpu-compare tells which"
 		}
 	}
-	if l.LockManager != nil {
-		out.LockManager = l.LockManager()
+	if l.Parts != nil {
+		out.PartRoom = l.Parts.Room()
 	}
+	out.LockManager, out.LockManagerError = l.lockManager(ctx)
 	if r.GetFrom() != "" && r.GetFrom() != l.Name && l.Link != nil {
 		out.Link = l.Link(ctx, r.GetFrom())
 	}

@@ -17,9 +17,11 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/hostd/migration/stash"
+	"github.com/gpuctl/gpuctl/internal/excerpt"
 	"github.com/gpuctl/gpuctl/internal/size"
 	"github.com/gpuctl/gpuctl/internal/virt"
 	"github.com/gpuctl/gpuctl/internal/vm"
+	"github.com/gpuctl/gpuctl/internal/wait"
 	"github.com/gpuctl/gpuctl/migrate"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
@@ -28,11 +30,11 @@ import (
 type Keeper interface {
 	Reserve(ctx context.Context, m vm.VM, gpu, claim, migration string) error
 	Prepare(ctx context.Context, m vm.VM, gpu, claim, migration string) error
-	AttachPrepared(ctx context.Context, m vm.VM, gpu string, stored bool) error
+	AttachPrepared(ctx context.Context, m vm.VM, gpu string, stored bool, at *pci.Address) error
 	Keep(ctx context.Context, m vm.VM, gpu, migration string) error
 	ResetStopped(ctx context.Context, m vm.VM, gpu string) error
 	Functions(ctx context.Context, gpu string) ([]pci.Address, error)
-	DetachReleased(ctx context.Context, m vm.VM, gpu, migration string) error
+	DetachReleased(ctx context.Context, m vm.VM, gpu, migration string) (at *pci.Address, err error)
 	GiveBack(ctx context.Context, m vm.VM, gpu string) error
 	Lost(ctx context.Context, uuid, gpu string) bool
 	Identity(ctx context.Context, gpu string) (*gpuctlv1.PCIIdentity, error)
@@ -52,18 +54,34 @@ type Local struct {
 		Store(ctx context.Context, uuid string, functions []pci.Address) error
 		Unstore(ctx context.Context, uuid string, functions []pci.Address) error
 	}
+	Parts Parts // nil: no mediated GPUs
+	// Serves returns why a VM must stay on this host, as a service VM; nil or empty: it may go.
+	Serves func(uuid string) string
 	Guests *Guests
 	Stash  *stash.Stash // nil: this host keeps no GPU states
+	Lender Lender       // nil: this host lends VMs no GPUs
+	Grants Granter      // nil: nor does it lastingly
 	Fence  *Fence       // nil: steps of all drivers are accepted
-	// LockManager returns the name of the lock manager that prevents libvirt from running
-	// a VM on two hosts; empty: none.
-	LockManager func() string
+	// Locks returns what prevents libvirt from running a VM on two hosts. nil: nothing.
+	Locks func() virt.Locks
+	// Others returns the other hosts of the cluster. nil: there are none.
+	Others func() []string
 	// Peer returns a client for another host.
 	Peer func(host string) (gpuctlv1connect.SiteServiceClient, error)
 	// Party returns an error if another host must not get or send states of a VM: it does
 	// not take part in the VM's migration. The error wraps migrate.ErrUnreachable if that
 	// is unknown yet.
 	Party func(m *gpuctlv1.SiteMachine, other string) error
+	// Borrows returns an error unless a running migration of the VM names this GPU and
+	// claim, and borrower is one of its hosts, or empty. The error wraps
+	// migrate.ErrUnreachable if that is unknown yet.
+	Borrows func(m *gpuctlv1.SiteMachine, gpu, claim, borrower string) error
+	// Member reports whether a host is in the cluster, or whether that is unknown; nil:
+	// each is.
+	Member func(host string) bool
+	// MovedTo returns where the last migration of a VM that is done has taken it; empty:
+	// none is known. nil: the same.
+	MovedTo func(uuid string) (host string)
 	// URI returns the URI at which this host's libvirtd reaches another host's
 	// (libvirtd), and the URI to which a VM's memory is sent (data).
 	URI func(host string) (libvirtd, data string, err error)
@@ -130,6 +148,9 @@ func (l *Local) Where(ctx context.Context, uuid string) (migrate.Presence, error
 	// libxlDomainMigrationSrcConfirm)
 	left := state == virt.Paused && why == virt.PausedMigration && l.Client.Driver() == virt.Xen
 	if state == virt.Paused && !left { // a VM that migrates is paused on one of the two hosts
+		if why == virt.PausedMigration && l.keptPaused(ctx, d) {
+			return migrate.Kept, nil
+		}
 		return migrate.Moving, nil
 	}
 	switch job, err := l.Client.Job(ctx, d); {
@@ -143,6 +164,14 @@ func (l *Local) Where(ctx context.Context, uuid string) (migrate.Presence, error
 		l.Log.Warn("libvirt says that the VM is paused, but the migration has ended and Xen runs it; restart libvirtd, which then reads the state from Xen", "machine", d.Name)
 	}
 	return migrate.Running, nil
+}
+
+// keptPaused reports whether qemu's driver has paused a domain for a migration that is over. Then
+// it could not let the domain go on after a migration that failed, mostly because its lock
+// manager does not permit it. If the domain is arriving, libvirt refuses to tell of its job.
+func (l *Local) keptPaused(ctx context.Context, d virt.Domain) bool {
+	job, err := l.Client.Job(ctx, d)
+	return err == nil && job.State == virt.NoJob
 }
 
 // Pause pauses a VM that runs on another host, too. It loses no state.
@@ -170,7 +199,7 @@ func (l *Local) Unpause(ctx context.Context, uuid string) error {
 	}
 	state, err := l.Client.State(ctx, d)
 	if err == nil && state == virt.Paused {
-		err = l.Client.Resume(ctx, d)
+		err = l.barred(ctx, vm.VM{UUID: uuid, Name: d.Name}, l.Name, l.Client.Resume(ctx, d))
 	}
 	if err != nil {
 		return err
@@ -204,7 +233,7 @@ func (l *Local) Move(ctx context.Context, uuid, to string, report migrate.Progre
 		defer end()
 	}
 	l.Guests.Forget(uuid) // its channel ends; a new one is opened afterwards
-	return l.Client.Migrate(ctx, d, m)
+	return l.barred(ctx, vm.VM{UUID: uuid, Name: d.Name}, to, l.Client.Migrate(ctx, d, m))
 }
 
 // follow limits what is sent to a host to the configured rate, and reports how much was
@@ -297,6 +326,9 @@ func (l *Local) Sessions(ctx context.Context, uuid string) (*gpuctlv1.SiteSessio
 	}
 	out := &gpuctlv1.SiteSessionsResponse{Hello: l.summary(hello), Refused: refused}
 	for _, s := range all {
+		if abroad(s) {
+			continue // it goes on where it is
+		}
 		switch s.GetState() {
 		case gpuctlv1.SessionState_SESSION_STATE_RUNNING, gpuctlv1.SessionState_SESSION_STATE_SWAPPING, gpuctlv1.SessionState_SESSION_STATE_HELD:
 			out.Sessions = append(out.Sessions, s.GetId())
@@ -385,6 +417,9 @@ func (l *Local) Freeze(ctx context.Context, r *gpuctlv1.SiteSessionsRequest, rep
 		if err := settled(s); err != nil {
 			return err
 		}
+		if isLost(s) {
+			return nil // there is nothing to be frozen
+		}
 		if leaves(s) {
 			return over(l.suspendAway(ctx, r.GetMachine(), o, s, r.GetTo(), times, report))
 		}
@@ -433,7 +468,7 @@ func (l *Local) Thaw(ctx context.Context, uuid, gpu string, ids []string, report
 	if err != nil {
 		return err
 	}
-	d, err := l.Guests.await(ctx, uuid, vendor, device)
+	d, err := l.await(ctx, uuid, vendor, device)
 	if err != nil {
 		return err
 	}
@@ -456,8 +491,53 @@ func (l *Local) Thaw(ctx context.Context, uuid, gpu string, ids []string, report
 	}, report)
 }
 
+// isLost reports whether what the session's application had on a GPU exists no longer. A step
+// is done without it: Lost tells the driver.
+func isLost(s *gpuctlv1.Session) bool {
+	return s.GetState() == gpuctlv1.SessionState_SESSION_STATE_LOST
+}
+
+// Lost returns those of the given sessions that are lost. The VM writes the texts.
+func (l *Local) Lost(ctx context.Context, uuid string, ids []string) ([]*gpuctlv1.LostSession, error) {
+	o, err := l.Guests.get(ctx, uuid)
+	if err != nil {
+		return nil, err
+	}
+	res, err := o.work.ListSessions(ctx, connect.NewRequest(&gpuctlv1.ListSessionsRequest{}))
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", errNoAgent, err)
+	}
+	all := res.Msg.GetLost()
+	for _, s := range res.Msg.GetSessions() { // an older gpuguest tells of those alone whose applications live
+		if isLost(s) {
+			all = append(all, &gpuctlv1.LostSession{Id: s.GetId(), Command: s.GetCommand(), Reason: s.GetMessage()})
+		}
+	}
+	asked := map[string]bool{}
+	for _, id := range ids {
+		asked[id] = true
+	}
+	var out []*gpuctlv1.LostSession
+	for _, one := range all {
+		if !asked[one.GetId()] {
+			continue
+		}
+		delete(asked, one.GetId()) // once
+		out = append(out, &gpuctlv1.LostSession{
+			Id: one.GetId(), Command: excerpt.Line(one.GetCommand(), 100), Reason: excerpt.Line(one.GetReason(), 200), LostUnixMs: one.GetLostUnixMs(),
+		})
+	}
+	return out, nil
+}
+
 // watch waits for the end of an operation on a session, and reports its progress.
 func watch(stream *connect.ServerStreamForClient[gpuctlv1.Progress], report migrate.Progress) error {
+	_, err := resultOf(stream, report)
+	return err
+}
+
+// resultOf is watch, and returns the operation's result.
+func resultOf(stream *connect.ServerStreamForClient[gpuctlv1.Progress], report migrate.Progress) (*gpuctlv1.SwapResult, error) {
 	defer stream.Close()
 	var result *gpuctlv1.SwapResult
 	for stream.Receive() {
@@ -469,23 +549,23 @@ func watch(stream *connect.ServerStreamForClient[gpuctlv1.Progress], report migr
 	}
 	switch {
 	case stream.Err() != nil:
-		return stream.Err()
+		return nil, stream.Err()
 	case result == nil:
-		return errors.New("its gpuguest went away")
+		return nil, errors.New("its gpuguest went away")
 	case result.GetEnded():
-		return errEnded
+		return result, errEnded
 	case result.GetHeld():
-		return fmt.Errorf("it is held: %s", result.GetError())
+		return result, fmt.Errorf("it is held: %s", result.GetError())
 	case result.GetRefused():
 		var why []string
 		for _, r := range result.GetReasons() {
 			why = append(why, r.GetMessage())
 		}
-		return fmt.Errorf("refused: %s", strings.Join(why, "; "))
+		return result, fmt.Errorf("refused: %s", strings.Join(why, "; "))
 	case result.GetRolledBack() || result.GetError() != "":
-		return errors.New(result.GetError())
+		return result, errors.New(result.GetError())
 	}
-	return nil
+	return result, nil
 }
 
 // Release makes the VM release a card.
@@ -515,9 +595,36 @@ func (l *Local) Await(ctx context.Context, uuid, gpu string) error {
 	if err != nil {
 		return err
 	}
-	_, err = l.Guests.await(ctx, uuid, vendor, device)
+	_, err = l.await(ctx, uuid, vendor, device)
 	return err
 }
+
+// await waits until the VM can use a card: a runtime serves it and, if a session of CUDA
+// processes waits for it, NVIDIA's driver shows it.
+func (l *Local) await(ctx context.Context, uuid string, vendor, device uint16) (*gpuctlv1.GuestDevice, error) {
+	for {
+		d, err := l.Guests.await(ctx, uuid, vendor, device)
+		if err != nil || len(d.GetTarget().GetDriver()) > 0 {
+			return d, err
+		}
+		all, _, err := l.sessions(ctx, uuid)
+		if err != nil {
+			return nil, err
+		}
+		i := slices.IndexFunc(all, func(s *gpuctlv1.Session) bool {
+			return s.GetEngine() == driverEngine && s.GetState() == gpuctlv1.SessionState_SESSION_STATE_SUSPENDED
+		})
+		if i < 0 {
+			return d, nil
+		}
+		if wait.For(ctx, driverEvery) != nil {
+			return nil, fmt.Errorf("device %s in the VM: NVIDIA's driver does not show it, and session %s (%s) waits for that", d.GetAddress(), all[i].GetId(), all[i].GetCommand())
+		}
+	}
+}
+
+// driverEvery is how often a VM is asked whether NVIDIA's driver shows a card.
+const driverEvery = 500 * time.Millisecond
 
 // local returns a GPU's name without its host's.
 func local(gpu string) string {

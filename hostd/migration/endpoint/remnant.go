@@ -25,7 +25,7 @@ func (l *Local) Clear(ctx context.Context, uuid, home string) (cleared bool, err
 		return false, nil
 	}
 	here, err := l.Where(ctx, uuid)
-	if err == nil && here != migrate.Moving {
+	if err == nil && here != migrate.Moving && here != migrate.Kept {
 		// A copy that runs now, or ran before, is not an arrival, even if it is paused.
 		err = l.Fence.Halt(uuid, here == migrate.Running)
 	}

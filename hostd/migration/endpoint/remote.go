@@ -57,6 +57,9 @@ func (r *Remote) Where(ctx context.Context, m vm.VM) (migrate.Presence, error) {
 	if err != nil {
 		return 0, r.fromConnect(err)
 	}
+	if res.Msg.GetKept() {
+		return migrate.Kept, nil
+	}
 	for _, p := range []migrate.Presence{migrate.Absent, migrate.Running, migrate.Moving, migrate.Stopped} {
 		if p.String() == res.Msg.GetPresence() {
 			return p, nil
@@ -86,18 +89,21 @@ func (r *Remote) Expect(ctx context.Context, m vm.VM, id *gpuctlv1.PCIIdentity) 
 	return r.fromConnect(err)
 }
 
-// Attach attaches a card to the VM.
-func (r *Remote) Attach(ctx context.Context, m vm.VM, gpu string, stored bool) error {
+// Attach attaches a card to the VM, where its card was before.
+func (r *Remote) Attach(ctx context.Context, m vm.VM, gpu string, stored bool, at string) error {
 	req := r.card(m, gpu, "")
-	req.Msg.Stored = stored
+	req.Msg.Stored, req.Msg.GuestAddress = stored, at
 	_, err := r.Service.Attach(ctx, req)
 	return r.fromConnect(err)
 }
 
 // Detach detaches a card from the VM and resets it.
-func (r *Remote) Detach(ctx context.Context, m vm.VM, gpu string) error {
-	_, err := r.Service.Detach(ctx, r.card(m, gpu, ""))
-	return r.fromConnect(err)
+func (r *Remote) Detach(ctx context.Context, m vm.VM, gpu string) (at string, err error) {
+	res, err := r.Service.Detach(ctx, r.card(m, gpu, ""))
+	if err != nil {
+		return "", r.fromConnect(err)
+	}
+	return res.Msg.GetGuestAddress(), nil
 }
 
 // Stop ends the VM.
@@ -229,6 +235,15 @@ func (r *Remote) Move(ctx context.Context, m vm.VM, to string, report migrate.Pr
 
 func (r *Remote) sessions(m vm.VM, gpu string, ids []string) *connect.Request[gpuctlv1.SiteSessionsRequest] {
 	return connect.NewRequest(&gpuctlv1.SiteSessionsRequest{Machine: r.request(m), Gpu: gpu, Sessions: ids})
+}
+
+// Lost returns which of the sessions are lost.
+func (r *Remote) Lost(ctx context.Context, m vm.VM, sessions []string) ([]*gpuctlv1.LostSession, error) {
+	res, err := r.Service.Lost(ctx, r.sessions(m, "", sessions))
+	if err != nil {
+		return nil, r.fromConnect(err)
+	}
+	return res.Msg.GetLost(), nil
 }
 
 // Freeze suspends sessions.

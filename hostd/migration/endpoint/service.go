@@ -3,6 +3,7 @@ package endpoint
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/http"
 
 	"connectrpc.com/connect"
@@ -13,6 +14,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/virt"
 	"github.com/gpuctl/gpuctl/migrate"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
 // Service serves SiteService: drivers on other hosts call it.
@@ -39,6 +41,10 @@ func toConnect(err error) error {
 		code = reason.Stale
 	case errors.Is(err, cards.ErrTaken), errors.Is(err, migrate.ErrTaken):
 		code = reason.NoCapacity
+	case errors.Is(err, virt.ErrLocked):
+		code = reason.Locked
+	case errors.Is(err, virt.ErrLockManager):
+		code = reason.LockManagerDown
 	case errors.Is(err, cards.ErrNotFound), errors.Is(err, virt.ErrNotFound):
 		code = reason.NotFound
 	case doubtful(err):
@@ -116,6 +122,9 @@ func (s *Service) Where(ctx context.Context, req *connect.Request[gpuctlv1.SiteM
 	if err != nil {
 		return nil, toConnect(err)
 	}
+	if p == migrate.Kept { // to hosts that do not know it, it is moving
+		return connect.NewResponse(&gpuctlv1.SiteWhereResponse{Presence: migrate.Moving.String(), Kept: true}), nil
+	}
 	return connect.NewResponse(&gpuctlv1.SiteWhereResponse{Presence: p.String()}), nil
 }
 
@@ -162,16 +171,40 @@ func (s *Service) Expect(ctx context.Context, req *connect.Request[gpuctlv1.Site
 func (s *Service) Attach(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
 	m := req.Msg
 	return done(s.step(req.Msg.GetMachine(), func() error {
-		return s.local.Keeper.AttachPrepared(ctx, vmOf(m.GetMachine()), local(m.GetGpu()), m.GetStored())
+		at, err := guestAddress(m.GetGuestAddress())
+		if err != nil {
+			return err
+		}
+		return s.local.Keeper.AttachPrepared(ctx, vmOf(m.GetMachine()), local(m.GetGpu()), m.GetStored(), at)
 	}))
 }
 
 // Detach detaches a card from a VM and resets it.
-func (s *Service) Detach(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
-	m := req.Msg
-	return done(s.step(req.Msg.GetMachine(), func() error {
-		return s.local.Keeper.DetachReleased(ctx, vmOf(m.GetMachine()), local(m.GetGpu()), m.GetMachine().GetMigration())
-	}))
+func (s *Service) Detach(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDetachResponse], error) {
+	m, res := req.Msg, &gpuctlv1.SiteDetachResponse{}
+	err := s.step(m.GetMachine(), func() error {
+		at, err := s.local.Keeper.DetachReleased(ctx, vmOf(m.GetMachine()), local(m.GetGpu()), m.GetMachine().GetMigration())
+		if at != nil {
+			res.GuestAddress = at.String()
+		}
+		return err
+	})
+	if err != nil {
+		return nil, toConnect(err)
+	}
+	return connect.NewResponse(res), nil
+}
+
+// guestAddress returns an address in a VM; nil: none is given.
+func guestAddress(text string) (*pci.Address, error) {
+	if text == "" {
+		return nil, nil //nolint:nilnil // none is an answer
+	}
+	at, err := pci.ParseAddress(text)
+	if err != nil {
+		return nil, fmt.Errorf("address in the VM: %w", err)
+	}
+	return &at, nil
 }
 
 // GiveBack makes a card free.
@@ -232,6 +265,15 @@ func (s *Service) Sessions(ctx context.Context, req *connect.Request[gpuctlv1.Si
 		return nil, toConnect(err)
 	}
 	return connect.NewResponse(res), nil
+}
+
+// Lost returns which of a VM's sessions are lost.
+func (s *Service) Lost(ctx context.Context, req *connect.Request[gpuctlv1.SiteSessionsRequest]) (*connect.Response[gpuctlv1.SiteLostResponse], error) {
+	lost, err := s.local.Lost(ctx, req.Msg.GetMachine().GetUuid(), req.Msg.GetSessions())
+	if err != nil {
+		return nil, toConnect(err)
+	}
+	return connect.NewResponse(&gpuctlv1.SiteLostResponse{Lost: lost}), nil
 }
 
 // telling returns a function that sends progress to the driver.

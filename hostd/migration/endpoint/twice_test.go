@@ -1,12 +1,18 @@
 package endpoint
 
 import (
+	"context"
 	"fmt"
 	"log/slog"
 	"testing"
 
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/internal/virt"
 	"github.com/gpuctl/gpuctl/internal/virt/virttest"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/migrate"
 )
 
@@ -66,6 +72,52 @@ func TestVMRunsTwiceWhereTheLastAnswerIsLost(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A qemu that libvirt has left paused for a migration that is over does not move: its lock
+// manager, or the lack of one, kept it from going on. One that arrives is something else.
+func TestVMThatLibvirtKeepsPausedIsKept(t *testing.T) {
+	s := virttest.Start(t, "qemu")
+	v, err := virt.Open("qemu:///system", virt.WithSocket(s.Socket()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = v.Close() })
+	if err := v.Ready(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	l := &Local{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler)}
+	d, err := v.Define(t.Context(), fmt.Appendf(nil, "<domain type='qemu'><name>web</name><uuid>%s</uuid></domain>", lost))
+	if err == nil {
+		_, err = v.Start(t.Context(), d)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.Leave("web")
+	remote := &Remote{Host: "h1", Service: served{s: &Service{l}}}
+	for _, where := range []func() (migrate.Presence, error){
+		func() (migrate.Presence, error) { return l.Where(t.Context(), lost) },
+		func() (migrate.Presence, error) { return remote.Where(t.Context(), vm.VM{UUID: lost}) },
+	} {
+		if p, err := where(); err != nil || p != migrate.Kept {
+			t.Errorf("%v, %v", p, err)
+		}
+		s.Next("domjobinfo", virttest.Fault{Code: 55, Message: "Requested operation is not valid: migration statistics are available only on the source host"})
+		if p, err := where(); err != nil || p != migrate.Moving {
+			t.Errorf("one that arrives: %v, %v", p, err)
+		}
+	}
+}
+
+// served is a host whose answers come without a network.
+type served struct {
+	gpuctlv1connect.SiteServiceClient
+	s *Service
+}
+
+func (s served) Where(ctx context.Context, r *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteWhereResponse], error) {
+	return s.s.Where(ctx, r)
 }
 
 // A destination that dies early leaves the source with a VM that was never suspended. Xen

@@ -33,10 +33,12 @@ type Migrations struct {
 	// Guarded by the lock of Machines.
 	next  int
 	jobs  map[string]*job
-	fails map[string]string        // message by step; used once
-	stuck map[string]string        // message by step whose undo fails; used once
-	holds map[string]chan struct{} // steps that wait for Go
-	most  int                      // most migrations at a time; 0: not limited
+	fails map[string]string                      // message by step; used once
+	stuck map[string]string                      // message by step whose undo fails; used once
+	holds map[string]chan struct{}               // steps that wait for Go
+	most  int                                    // most migrations at a time; 0: not limited
+	cuda  map[string][]*gpuctlv1.OperationUpdate // by VM: how the rehearsal of each of its CUDA programs ends
+	loses []*gpuctlv1.LostSession                // by the next migration
 }
 
 type job struct {
@@ -55,7 +57,7 @@ type job struct {
 }
 
 func (s *Migrations) init(m *Machines) {
-	s.m, s.jobs = m, map[string]*job{}
+	s.m, s.jobs, s.cuda = m, map[string]*job{}, map[string][]*gpuctlv1.OperationUpdate{}
 	s.fails, s.stuck, s.holds = map[string]string{}, map[string]string{}, map[string]chan struct{}{}
 	s.ctx, s.stop = context.WithCancel(context.Background())
 }
@@ -77,6 +79,13 @@ func (m *Machines) StickAt(step, message string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.moves.stuck[step] = message
+}
+
+// Lose makes the next migration lose a session.
+func (m *Machines) Lose(session, reason string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.moves.loses = append(m.moves.loses, &gpuctlv1.LostSession{Id: session, Command: "train", Reason: reason})
 }
 
 // PauseAt makes a step wait until Go.
@@ -217,6 +226,7 @@ func (s *Migrations) plan(r *gpuctlv1.MachinePlanRequest) (*gpuctlv1.Machine, *g
 	for _, h := range hostsOf(s.m.c) {
 		s.judge(r, vm, h, res)
 	}
+	res.Live = meanwhile(r, vm)
 	slices.SortStableFunc(res.Candidates, func(a, b *gpuctlv1.MachineCandidate) int {
 		return cmp.Compare(s.rank(b.GetGpu()), s.rank(a.GetGpu()))
 	})
@@ -224,6 +234,21 @@ func (s *Migrations) plan(r *gpuctlv1.MachinePlanRequest) (*gpuctlv1.Machine, *g
 		slices.Reverse(res.Candidates)
 	}
 	return vm, res, nil
+}
+
+// meanwhile is about the remote GPU of a VM's applications: h3 lends one, to whoever asks for
+// it. By default this cluster's hosts have no lock manager.
+func meanwhile(r *gpuctlv1.MachinePlanRequest, vm *gpuctlv1.Machine) *gpuctlv1.MachineLive {
+	if len(vm.GetGpus()) == 0 || noAgent(vm) || r.GetLive() != "always" {
+		return nil
+	}
+	if r.GetTo() == "h3" { // which lends none of what it is to give for good
+		return &gpuctlv1.MachineLive{
+			Reasons:  []*gpuctlv1.Reason{{Code: "no_remote_gpu", Message: "no GPU of the cluster can be lent to VM " + vm.GetName() + " meanwhile"}},
+			Rejected: []*gpuctlv1.MachineRejection{{Host: "h2", Gpu: "h2/r", Model: "L4", Reasons: []*gpuctlv1.Reason{{Code: "taken", Message: "h2/r belongs to a claim"}}}},
+		}
+	}
+	return &gpuctlv1.MachineLive{Gpu: "h3/r", Model: "L40", RttNs: 300_000, OtherwiseStopNs: 36_000_000_000}
 }
 
 func hostsOf(c *Cluster) (out []*clusterv1.Host) {
@@ -535,7 +560,8 @@ func (s *Migrations) uneffect(j *job, name string) {
 func (s *Migrations) finish(j *job, state clusterv1.MigrationState, end, message string) {
 	j.rec.State, j.rec.Message, j.rec.Step, j.rec.StoppedNs = state, message, "", int64(j.stopped)
 	j.rec.EndedUnixMs = j.rec.GetStartedUnixMs() + j.clock.Milliseconds()
-	s.say(j, &gpuctlv1.MachineProgress{End: end, Message: message, StoppedNs: int64(j.stopped)})
+	j.rec.Machine.Lost, s.loses = append(j.rec.GetMachine().GetLost(), s.loses...), nil
+	s.say(j, &gpuctlv1.MachineProgress{End: end, Message: message, StoppedNs: int64(j.stopped), Lost: j.rec.GetMachine().GetLost()})
 }
 
 // find returns a migration by its complete id.

@@ -30,9 +30,8 @@ const (
 )
 
 // hostDevices returns the PCI addresses, and the UUIDs of mediated devices, of the host
-// devices in a domain's XML.
-func hostDevices(domain []byte) ([]string, error) {
-	var found []string
+// devices in a domain's XML, and the domain's UUID.
+func hostDevices(domain []byte) (found []string, uuid string, err error) {
 	var at []string // names of the open elements
 	kind := ""      // type of the open device
 	d := xml.NewDecoder(bytes.NewReader(domain))
@@ -42,18 +41,18 @@ func hostDevices(domain []byte) ([]string, error) {
 		token, err := d.RawToken()
 		if errors.Is(err, io.EOF) {
 			if len(at) > 0 || len(found) == 0 && len(bytes.TrimSpace(domain)) == 0 {
-				return found, errors.New("domain XML: cut off or empty")
+				return found, uuid, errors.New("domain XML: cut off or empty")
 			}
-			return found, nil
+			return found, uuid, nil
 		}
 		if err != nil {
-			return found, fmt.Errorf("domain XML: %w", err)
+			return found, uuid, fmt.Errorf("domain XML: %w", err)
 		}
 		switch t := token.(type) {
 		case xml.StartElement:
 			at = append(at, t.Name.Local)
 			if len(at) > maxDepth || len(found) > maxDevices {
-				return found, errors.New("domain XML: too deep, or too many devices")
+				return found, uuid, errors.New("domain XML: too deep, or too many devices")
 			}
 			if len(at) == 3 && (t.Name.Local == "hostdev" || t.Name.Local == "interface") && at[0] == "domain" && at[1] == "devices" {
 				kind = attr(t, "type")
@@ -70,13 +69,17 @@ func hostDevices(domain []byte) ([]string, error) {
 			case hostdev && kind == "pci", network && kind == "hostdev" && attr(t, "type") == "pci":
 				a, err := address(t)
 				if err != nil {
-					return found, err
+					return found, uuid, err
 				}
 				found = append(found, a)
 			}
+		case xml.CharData:
+			if len(at) == 2 && at[0] == "domain" && at[1] == "uuid" {
+				uuid = strings.ToLower(strings.TrimSpace(string(t)))
+			}
 		case xml.EndElement:
 			if len(at) == 0 || at[len(at)-1] != t.Name.Local {
-				return found, errors.New("domain XML: elements are not nested")
+				return found, uuid, errors.New("domain XML: elements are not nested")
 			}
 			at = at[:len(at)-1]
 		}
@@ -115,27 +118,38 @@ func address(e xml.StartElement) (string, error) {
 type known struct {
 	root fs.FS
 	ids  []string // ids of GPUs of any class, such as "1b36:0010"
+	vms  []string // UUIDs of VMs with parts of mediated GPUs
+	come []string // of those that a migration is to bring here
 }
 
-// newKnown reads the ids that hostd has written beside its socket, if any.
+// newKnown reads what hostd has written beside its socket, if anything.
 func newKnown(root fs.FS, socket string) known {
-	k := known{root: root}
-	f, err := os.Open(path.Join(path.Dir(socket), wire.IDsName))
-	if err != nil {
-		return k
+	words := func(name string) []string {
+		f, err := os.Open(path.Join(path.Dir(socket), name))
+		if err != nil {
+			return nil
+		}
+		defer f.Close()
+		data, err := io.ReadAll(io.LimitReader(f, maxIDs))
+		if err != nil {
+			return nil
+		}
+		return strings.Fields(string(data))
 	}
-	defer f.Close()
-	if data, err := io.ReadAll(io.LimitReader(f, maxIDs)); err == nil {
-		k.ids = strings.Fields(string(data))
-	}
-	return k
+	return known{root: root, ids: words(wire.IDsName), vms: words(wire.PartsName), come: words(wire.ArrivalsName)}
 }
+
+// mediatedGPU stands for the address of a mediated GPU, in a message about GPUs.
+const mediatedGPU = "that is mediated (a part of it)"
 
 // managed returns those of a domain's devices that gpuctl may manage. XML that cannot be
 // parsed counts as one if it mentions host devices.
 func (k known) managed(domain []byte) []string {
-	all, err := hostDevices(domain)
+	all, uuid, err := hostDevices(domain)
 	var ours []string
+	if uuid != "" && slices.Contains(k.vms, uuid) {
+		ours = append(ours, mediatedGPU)
+	}
 	for _, d := range all {
 		if k.isGPU(d) {
 			ours = append(ours, d)
@@ -146,6 +160,13 @@ func (k known) managed(domain []byte) []string {
 		return []string{"of an XML that can't be read (" + excerpt.Of(err.Error(), maxWhy) + ")"}
 	}
 	return ours
+}
+
+// arrives reports whether a migration is to bring the domain, which gets parts of mediated GPUs
+// before it runs here.
+func (k known) arrives(domain []byte) bool {
+	_, uuid, _ := hostDevices(domain)
+	return uuid != "" && slices.Contains(k.come, uuid)
 }
 
 // isGPU reports whether gpuctl manages a device, or another function in its slot, or its

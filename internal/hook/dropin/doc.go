@@ -9,13 +9,14 @@
 //	operation                     done  refused  no answer, or none in time
 //	prepare, start                0     1        0 or 1: on-unreachable
 //	migrate, restore              0     1        0, XML unchanged
-//	started                       0     1        0
+//	started                       0     1        0, or 1 of a VM in RUNDIR/hook.arrivals
 //	stopped, release              0     0        0
 //	reconnect, attach             0     0        0
 //	any other                     0     –        –
 //
-// A failure of reconnect or started would kill a running domain. The end of a domain
-// cannot be refused. After migrate and restore, libvirt calls prepare, which decides, so
+// A failure of reconnect or started would kill a running domain. A domain that a migration
+// has brought has not run yet when libxl's driver calls started: its source goes on, so it may
+// be refused, unless on-unreachable is allow. The end of a domain cannot be refused. After migrate and restore, libvirt calls prepare, which decides, so
 // a missing answer need not stop them. If the hook prints nothing, the XML stays as it
 // is, with both drivers. libvirt 9.0 passes no XML to the hook for libxl's migrate.
 //

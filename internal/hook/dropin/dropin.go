@@ -86,8 +86,12 @@ func (h hook) run() int {
 		h.say("%v", readErr)
 	}
 	var ours []string
-	if h.event.Refusable() {
-		ours = newKnown(files, config.SocketBelow(h.root)).managed(h.event.XML)
+	known := newKnown(files, config.SocketBelow(h.root))
+	switch {
+	case h.event.Operation == wire.Started && known.arrives(h.event.XML):
+		ours = []string{mediatedGPU}
+	case h.event.Refusable():
+		ours = known.managed(h.event.XML)
 		if readErr != nil && len(ours) == 0 && !errors.Is(readErr, errNoInput) {
 			ours = []string{"of an XML that can't be read"}
 		}
@@ -158,6 +162,9 @@ func (h hook) silent(c Config, ours []string, limit time.Duration, err error) in
 	}
 	starts := h.event.Operation == wire.Prepare || h.event.Operation == wire.Start
 	switch {
+	case h.event.Operation == wire.Started && c.OnUnreachable != Allow && len(ours) > 0: // it has not run yet
+		h.say("%s, and domain %s, which arrives, has GPU %s: start hostd, or set on-unreachable: allow in /%s", what, h.event.Domain, mediatedGPU, ConfigFile)
+		return 1
 	case starts && c.OnUnreachable == Deny:
 		h.say("%s, and on-unreachable is deny: start hostd, or change /%s", what, ConfigFile)
 		return 1

@@ -131,6 +131,28 @@ func TestUnreachable(t *testing.T) {
 	}
 }
 
+// A VM that a migration brings gets its parts of mediated GPUs before it runs. If nobody can give
+// them, it goes on where it was. Of the others that are said to have started, none is ended.
+func TestArrivalWithoutHostd(t *testing.T) {
+	domain := func(id string) string {
+		return `<domain type='xen'><name>vm1</name><uuid>` + id + `</uuid></domain>`
+	}
+	const other = "5c31e191-2c65-4159-96c4-b7b73e276d12"
+	for policy, want := range map[string]int{"allow": 0, "deny": 1, "deny-managed": 1} {
+		m := newMachine(t, quick+"on-unreachable: "+policy+"\n")
+		m.write("hook.parts", uuid+"\n"+other+"\n")
+		m.write("hook.arrivals", uuid+"\n")
+		if status, _, said := m.call(wire.LibXL, wire.Started, domain(uuid)); status != want || want == 1 && !strings.Contains(said, "which arrives") {
+			t.Errorf("%s: status %d, want %d: %s", policy, status, want, said)
+		}
+		for _, xml := range []string{domain(other), "", "hello"} {
+			if status, _, said := m.call(wire.LibXL, wire.Started, xml); status != 0 {
+				t.Errorf("%s: a VM that runs is ended: %s", policy, said)
+			}
+		}
+	}
+}
+
 // hostd is just being started when a domain with a GPU starts.
 func TestWaitsForHostd(t *testing.T) {
 	m := newMachine(t, "")

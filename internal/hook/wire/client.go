@@ -32,6 +32,13 @@ const SocketName = "hook.sock"
 // catalogue.
 const IDsName = "hook.ids"
 
+// PartsName is the name of a file beside the socket, with the UUIDs of VMs that have parts of
+// mediated GPUs, one in each line. Nothing in a VM's definition says so.
+const PartsName = "hook.parts"
+
+// ArrivalsName is the name of a file with those of them that a migration is to bring here.
+const ArrivalsName = "hook.arrivals"
+
 const (
 	dialPause = 5 * time.Millisecond
 	// margin is how much earlier than the hook hostd's time-out is, so that its answer

@@ -16,9 +16,10 @@ import (
 
 // Fault is what happens to a call.
 type Fault struct {
-	// Code and Message are an error of libvirt.
-	Code    uint32
-	Message string
+	// Code and Message are an error of libvirt. From is the part of libvirt that it is from
+	// (virErrorDomain); 0: the driver.
+	Code, From uint32
+	Message    string
 	// Do executes the call before anything else happens. Otherwise the call is not
 	// executed, whatever its answer is.
 	Do bool
@@ -299,7 +300,7 @@ func (s *Server) thawed() {
 func (s *Server) answer(conn net.Conn, req request) {
 	name, ok := procedures()[req.procedure]
 	if !ok {
-		s.send(conn, frame(req.procedure, kindReply, req.serial, statusError, failure(39, fmt.Sprintf("unknown procedure: %d", req.procedure))))
+		s.send(conn, frame(req.procedure, kindReply, req.serial, statusError, failure(39, 0, fmt.Sprintf("unknown procedure: %d", req.procedure))))
 		return
 	}
 	s.mu.Lock()
@@ -331,11 +332,11 @@ func (s *Server) answer(conn net.Conn, req request) {
 	case f.Answer != nil:
 		body, err = f.Answer, nil
 	case f.Code != 0:
-		err = &refusal{f.Code, f.Message}
+		err = &refusal{f.Code, f.From, f.Message}
 	}
 	out := frame(req.procedure, kindReply, req.serial, statusOK, body)
 	if err != nil {
-		out = frame(req.procedure, kindReply, req.serial, statusError, failure(err.code, err.message))
+		out = frame(req.procedure, kindReply, req.serial, statusError, failure(err.code, err.from, err.message))
 	}
 	s.send(conn, out)
 	if f.Twice {
@@ -372,12 +373,12 @@ func (s *Server) emit(d *domain, event, detail uint32) {
 
 // refusal is an error of libvirt.
 type refusal struct {
-	code    uint32
-	message string
+	code, from uint32
+	message    string
 }
 
 func refuse(code uint32, format string, args ...any) *refusal {
-	return &refusal{code, fmt.Sprintf(format, args...)}
+	return &refusal{code, 0, fmt.Sprintf(format, args...)}
 }
 
 // call executes a call.
@@ -407,6 +408,8 @@ func (s *Server) call(conn net.Conn, req request) ([]byte, *refusal) {
 		w.str("<capabilities/>")
 	case "hostname":
 		w.str("virttest")
+	case "free memory":
+		w.u64(64 << 30)
 	case "register":
 		if s.conns[conn] != nil { // the connection may have ended meanwhile
 			s.events[conn] = true
@@ -496,6 +499,12 @@ func (s *Server) onDomain(call string, d *domain, r *reader, w *writer) *refusal
 		w.u32(d.state)
 		if d.state == paused {
 			w.u32(d.reason)
+		} else {
+			w.u32(0)
+		}
+	case "is persistent":
+		if d.config != "" {
+			w.u32(1)
 		} else {
 			w.u32(0)
 		}

@@ -1,6 +1,7 @@
 package virttest
 
 import (
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"io"
@@ -11,7 +12,7 @@ import (
 func procedures() map[uint32]string {
 	return map[uint32]string{
 		1: "open", 2: "close", 3: "type", 4: "hypervisor version", 7: "capabilities", 14: "dumpxml", 23: "lookup name", 24: "lookup uuid",
-		28: "resume", 34: "suspend", 59: "hostname", 66: "auth list", 157: "version", 160: "attach-device",
+		28: "resume", 34: "suspend", 59: "hostname", 66: "auth list", 102: "free memory", 151: "is persistent", 157: "version", 160: "attach-device",
 		161: "detach-device", 164: "domjobabort", 196: "start", 212: "domstate", 231: "undefine", 234: "destroy", 258: "shutdown",
 		273: "list", 298: "domjobinfo", 305: "migrate", 306: "finish", 316: "register", 350: "define",
 	}
@@ -115,11 +116,14 @@ func (w *writer) domain(d *domain) {
 	w.u32(uint32(int32(d.id)))
 }
 
+// fromQEMU is the part of libvirt that errors are from if nothing is said (virErrorDomain).
+const fromQEMU = 10
+
 // failure encodes an error as libvirt does.
-func failure(code uint32, message string) []byte {
+func failure(code, from uint32, message string) []byte {
 	var w writer
 	w.u32(code)
-	w.u32(10) // VIR_FROM_QEMU; clients do not use it
+	w.u32(cmp.Or(from, fromQEMU))
 	w.u32(1)
 	w.str(message)
 	w.u32(2) // VIR_ERR_ERROR

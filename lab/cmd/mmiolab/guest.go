@@ -14,7 +14,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gpuctl/gpuctl/internal/wait"
 	"github.com/gpuctl/gpuctl/mmio"
+	"github.com/gpuctl/gpuctl/mmio/guestdriver"
 	"github.com/gpuctl/gpuctl/mmio/mmiotest"
 )
 
@@ -84,6 +86,17 @@ func store[T any](p *T, v T) { *p = v }
 
 const words = 16
 
+// counted counts accesses: each is an exit, and costs milliseconds in emulation.
+type counted struct {
+	*device
+	exits int
+}
+
+func (c *counted) Read(a mmio.Access) uint64 { c.exits++; return c.device.Read(a) }
+func (c *counted) Write(a mmio.Access)       { c.exits++; c.device.Write(a) }
+
+// compute says after each round what it took. The part has to be new: what is zero is not
+// cleared.
 func compute(ctx context.Context, n int) error {
 	d, err := plug(slotMediated)
 	if err != nil {
@@ -93,11 +106,51 @@ func compute(ctx context.Context, n int) error {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		if err := mmiotest.Compute(d, 0, uint64(i), words, nil); err != nil {
-			return fmt.Errorf("round %d: %w", i, err)
+		c := &counted{device: d}
+		began := time.Now()
+		if err := mmiotest.ComputeWith(guestdriver.Options{Device: c, Fresh: true}, uint64(i), words); err != nil {
+			return fmt.Errorf("round %d, after %d exits and %v: %w", i, c.exits, time.Since(began), err)
+		}
+		if err := json.NewEncoder(os.Stdout).Encode(map[string]float64{"round": float64(i), "exits": float64(c.exits), "seconds": time.Since(began).Seconds()}); err != nil {
+			return err
 		}
 	}
-	return json.NewEncoder(os.Stdout).Encode(map[string]int{"rounds": n})
+	return nil
+}
+
+// Host and guests of the lab share a processor: who computes for long leaves the others some of it.
+const (
+	pollEvery  = 10 * time.Millisecond
+	roundEvery = 200 * time.Millisecond
+)
+
+// endure computes until a signal comes, and says each round that was right, and at its end that
+// all was. The part has to be new.
+func endure(ctx context.Context, n int) error {
+	d, err := plug(slotMediated)
+	if err != nil {
+		return err
+	}
+	out, rounds := json.NewEncoder(os.Stdout), 0
+	o := guestdriver.Options{Device: d, Fresh: true, Idle: func() { _ = wait.For(ctx, pollEvery) }}
+	err = mmiotest.Endure(o, uint64(os.Getpid()), n, func(right int) bool {
+		rounds = right
+		return out.Encode(map[string]int{"round": right}) == nil && wait.For(ctx, roundEvery) == nil
+	})
+	if err != nil {
+		return err
+	}
+	return out.Encode(map[string]int{"right": rounds})
+}
+
+// read reads the id of the mediated GPU.
+func read() error {
+	d, err := plug(slotMediated)
+	if err != nil {
+		return err
+	}
+	fmt.Printf("%#x\n", d.Read(mmio.Access{Size: 4})) //nolint:forbidigo // a program of the lab
+	return nil
 }
 
 // measure takes the median of the reads of each function. They take turns, so that what

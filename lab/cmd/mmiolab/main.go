@@ -48,7 +48,12 @@ func root() *cobra.Command {
 			Use: "serve DIR [DOMAIN...]", Short: "In dom0: have a GPU, until a signal comes", Args: cobra.MinimumNArgs(1),
 			RunE: func(c *cobra.Command, args []string) error { return serve(c.Context(), args[0], args[1:]) },
 		},
+		&cobra.Command{
+			Use: "read", Short: "In a guest: read the id of the mediated GPU", Args: cobra.NoArgs,
+			RunE: func(*cobra.Command, []string) error { return read() },
+		},
 		number("compute", "In a guest: compute N times and check the results", compute),
+		number("endure", "In a guest: compute with N words from round to round, until a signal comes", endure),
 		number("measure", "In a guest: time N reads of each function", measure),
 		number("hostile", "In a guest: do N things that it may not", hostile),
 	)

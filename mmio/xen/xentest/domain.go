@@ -15,9 +15,11 @@ type Domain struct {
 	vcpus   []*sync.Mutex // held by who uses a vCPU
 	servers map[uint16]*server
 	paused  bool
+	bare    bool // its vCPUs are not made yet
 	running *sync.Cond
 
 	interrupts []Interrupt
+	dirty      map[uint64]bool // frames that were written behind Xen's back, and told
 }
 
 // Interrupt is an interrupt that a domain has got: INTx of a slot, or an MSI.
@@ -41,6 +43,13 @@ type Request struct {
 // Memory returns the domain's memory. It must not be used while its device uses it.
 func (d *Domain) Memory() []byte { return d.memory }
 
+// Dirty reports whether Xen was told that a frame was written.
+func (d *Domain) Dirty(frame uint64) bool {
+	d.h.mu.Lock()
+	defer d.h.mu.Unlock()
+	return d.dirty[frame]
+}
+
 // Interrupts returns the interrupts that the domain has got.
 func (d *Domain) Interrupts() []Interrupt {
 	d.h.mu.Lock()
@@ -53,6 +62,17 @@ func (d *Domain) Servers() int {
 	d.h.mu.Lock()
 	defer d.h.mu.Unlock()
 	return len(d.servers)
+}
+
+// Make makes the vCPUs of a domain that was made without. Servers get their event channels then.
+func (d *Domain) Make() {
+	d.h.mu.Lock()
+	defer d.h.mu.Unlock()
+	d.bare = false
+	for _, s := range d.servers {
+		s.number()
+		s.tellPorts()
+	}
 }
 
 // Pause makes vCPUs take no answers until Unpause.

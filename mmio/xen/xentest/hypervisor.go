@@ -85,13 +85,23 @@ func (h *Hypervisor) Domain(id uint16, vcpus, pages int) *Domain {
 	defer h.mu.Unlock()
 	d := h.domains[id]
 	if d == nil {
-		d = &Domain{h: h, id: id, memory: make([]byte, pages*pageSize), servers: map[uint16]*server{}}
+		d = &Domain{h: h, id: id, memory: make([]byte, pages*pageSize), servers: map[uint16]*server{}, dirty: map[uint64]bool{}}
 		d.running = sync.NewCond(&h.mu)
 		for range vcpus {
 			d.vcpus = append(d.vcpus, &sync.Mutex{})
 		}
 		h.domains[id] = d
 	}
+	return d
+}
+
+// Bare returns a new domain whose vCPUs are not made yet (XEN_DOMCTL_max_vcpus): Xen knows how
+// many there will be, and has no event channels for them.
+func (h *Hypervisor) Bare(id uint16, vcpus, pages int) *Domain {
+	d := h.Domain(id, vcpus, pages)
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	d.bare = true
 	return d
 }
 
@@ -111,7 +121,8 @@ type span struct {
 
 // local is Xen's end of an event channel of a vCPU.
 type local struct {
-	number uint32
+	vcpu   uint32
+	number uint32 // 0: none yet
 	event  chan struct{}
 	remote *port
 }
@@ -123,7 +134,7 @@ func word(slot []byte) *uint32 { return (*uint32)(unsafe.Pointer(&slot[28])) }
 func stateOf(slot []byte) uint32 { return atomic.LoadUint32(word(slot)) >> 16 & 0xf }
 
 // DeviceOp implements xen.Hypervisor.
-func (p *Process) DeviceOp(domain uint16, op []byte) error {
+func (p *Process) DeviceOp(domain uint16, op, more []byte) error {
 	p.h.mu.Lock()
 	defer p.h.mu.Unlock()
 	d := p.h.domains[domain]
@@ -131,7 +142,7 @@ func (p *Process) DeviceOp(domain uint16, op []byte) error {
 		return unix.ESRCH
 	}
 	le := binary.LittleEndian
-	if len(op) < 32 || le.Uint32(op[4:]) != 0 {
+	if len(op) < 32 || le.Uint32(op[4:]) != 0 || (le.Uint32(op) == 11) != (len(more) > 0) {
 		return unix.EINVAL
 	}
 	number, b := le.Uint32(op), op[8:]
@@ -171,6 +182,8 @@ func (p *Process) DeviceOp(domain uint16, op []byte) error {
 		}
 		d.interrupts = append(d.interrupts, Interrupt{Slot: b[3], Up: b[5] == 1})
 		return nil
+	case 11:
+		return d.modify(b, more)
 	case 14:
 		if !zero(4, 8) {
 			return unix.EINVAL
@@ -184,6 +197,22 @@ func (p *Process) DeviceOp(domain uint16, op []byte) error {
 	return unix.EOPNOTSUPP
 }
 
+// modify logs frames as written.
+func (d *Domain) modify(b, extents []byte) error {
+	le := binary.LittleEndian
+	if le.Uint32(b) != 1 || le.Uint32(b[4:]) != 0 || len(extents) != 16 || le.Uint32(extents[12:]) != 0 {
+		return unix.EINVAL
+	}
+	first, n := le.Uint64(extents), uint64(le.Uint32(extents[8:]))
+	if all := uint64(len(d.memory) / pageSize); first >= all || n > all-first {
+		return unix.EINVAL
+	}
+	for f := range n {
+		d.dirty[first+f] = true
+	}
+	return nil
+}
+
 func (d *Domain) create(b []byte) error {
 	for id := range uint16(mostServer) {
 		if d.servers[id] != nil {
@@ -191,13 +220,23 @@ func (d *Domain) create(b []byte) error {
 		}
 		s := &server{id: id, ranges: map[span]bool{}}
 		for v := range d.vcpus {
-			s.ports = append(s.ports, &local{number: firstPort + uint32(id)*1000 + uint32(v), event: make(chan struct{}, 1)})
+			s.ports = append(s.ports, &local{vcpu: uint32(v), event: make(chan struct{}, 1)})
+		}
+		if !d.bare {
+			s.number()
 		}
 		d.servers[id] = s
 		binary.LittleEndian.PutUint16(b[4:], id)
 		return nil
 	}
 	return unix.ENOSPC
+}
+
+// number gives the vCPUs their event channels.
+func (s *server) number() {
+	for _, c := range s.ports {
+		c.number = firstPort + uint32(s.id)*1000 + c.vcpu
+	}
 }
 
 func (s *server) change(add bool, r span) error {
@@ -357,7 +396,7 @@ func (p *Process) BindInterdomain(domain uint16, number uint32) (vchan.Port, err
 	}
 	for _, s := range d.servers {
 		for v, l := range s.ports {
-			if l.number != number || l.remote != nil {
+			if l.number != number || number == 0 || l.remote != nil {
 				continue
 			}
 			c := &port{of: p, xen: l, domain: d, server: s, vcpu: v, pending: make(chan struct{}, 1), closed: make(chan struct{})}

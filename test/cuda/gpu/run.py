@@ -5,13 +5,16 @@ run.py [--parts a,b,c] [--out DIR] [--limit SECONDS]
 """
 import argparse
 import ctypes
+import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -25,6 +28,7 @@ arg.add_argument("--out", default=os.environ.get("OUT", "/tmp/cuda-out"))
 arg.add_argument("--limit", type=float, default=540)
 arg.add_argument("--width", type=int, default=8192)
 arg.add_argument("--big", type=int, default=16384, help="MiB of the large process")
+arg.add_argument("--dev", default="", help="folder of the nodes of a fake driver")
 opt = arg.parse_args()
 os.makedirs(opt.out, exist_ok=True)
 BEGAN = time.time()
@@ -111,7 +115,7 @@ class Program:
 
 def guest(kind, pid, *args, env=None, rundir=None):
     """Runs one operation; returns its JSON, the milliseconds that it says, and its error."""
-    cmd = [GUEST, "driver", kind, "--pid", str(pid), "--rundir", rundir or "/tmp/cuda-run", *args]
+    cmd = [GUEST, "driver", kind, "--pid", str(pid), "--rundir", rundir or "/tmp/cuda-run", *args] + (["--dev", opt.dev] if opt.dev else [])
     began = time.time()
     try:
         r = subprocess.run(cmd, capture_output=True, text=True, timeout=max(30, min(200, left() + 30)), env={**os.environ, **(env or {})})
@@ -429,6 +433,67 @@ def part_programs():
         fact("program " + kind, {"suspend": err[:300], "resume": err2[:300], "suspend_s": stopped(doc), "resume_s": stopped(doc2), "result": p.stop(40)})
 
 
+def part_hashcat():
+    """A program that nobody here wrote, with the CUDA backend: it must find a word."""
+    if not shutil.which("hashcat"):
+        fact("hashcat", "not installed")
+        return
+    word = "qzjxkvwm7"
+    digest = hashlib.sha256(word.encode()).hexdigest()
+    # Without NVML, which would keep a node of the driver open, and without OpenCL.
+    run = f"echo ready $$; exec hashcat -a 3 -m 1400 -w 3 --potfile-disable --hwmon-disable --backend-ignore-opencl --status --status-timer 1 {digest} '?l?l?l?l?l?l?l?l?d' </dev/null"
+    p = Program("sh", "-c", run)
+    p.wait(r"Running|Speed", 120)
+    time.sleep(3)
+    gpus = uuids()
+    doc, _, err = guest("suspend", p.pid, "--canary=false")
+    held = nodes(p.pid)
+    doc2, _, err2 = guest("resume", p.pid, "--canary=false", *(["--gpu", gpus[1]] if len(gpus) > 1 else [])) if not err else ({}, 0, "")
+    found = p.wait(rf"^{digest}:(\S+)", max(30, min(240, left() - 20)))
+    fact("hashcat", {"suspend": err[:300], "resume": err2[:300], "suspend_s": stopped(doc), "resume_s": stopped(doc2), "nodes_suspended": held,
+                     "found": found and found.group(1), "right": bool(found) and found.group(1) == word, "last": p.lines[-4:]})
+    p.kill()
+
+
+def part_folder():
+    """A process goes to a folder and comes back; criu of the path."""
+    if not shutil.which("criu"):
+        fact("folder", "no criu")
+        return
+    base = tempfile.mkdtemp()
+    fifo, out, disk = base + "/in", base + "/out", base + "/disk"
+    os.mkfifo(fifo)
+    hold = os.open(fifo, os.O_RDWR)
+    with open(out, "w") as f:
+        p = subprocess.Popen(["setsid", "-w", LOOP, "--mib", "1024", "--say", "100"], stdin=hold, stdout=f, stderr=f, close_fds=True)
+
+    def says(what, seconds):
+        end = time.time() + seconds
+        while time.time() < end:
+            m = re.search(what, open(out).read(), re.M)
+            if m:
+                return m
+            time.sleep(0.1)
+        return None
+
+    m = says(r"^ready (\d+)", 60)
+    if not m:
+        fact("folder", open(out).read()[-300:])
+        return
+    pid = int(m.group(1))
+    doc, ms, err = guest("suspend", pid, "--to", disk, "--canary=false")
+    p.wait(60)
+    size = sum(os.path.getsize(os.path.join(disk, n)) for n in os.listdir(disk)) if os.path.isdir(disk) else 0
+    doc2, ms2, err2 = guest("resume", 0, "--from", disk, "--canary=false") if not err else ({}, 0, "")
+    before = re.findall(r"^round (\d+)", open(out).read(), re.M)
+    if not err2:
+        says(rf"^round {int(before[-1]) + 200 if before else 200}$", 30)
+    os.write(hold, b"stop\n")
+    end = says(r"^(ok|bad) .*", 60)
+    fact("folder", {"suspend": err[:600], "resume": err2[:600], "suspend_ms": ms, "resume_ms": ms2, "bytes": size, "steps": steps(doc), "steps_resume": steps(doc2),
+                    "result": end and end.group(0)})
+
+
 def uuids():
     r = subprocess.run(["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"], capture_output=True, text=True)
     return r.stdout.split()
@@ -477,7 +542,7 @@ def part_two():
         fact("loop end", p.stop())
 
 
-PARTS = ["machine", "basic", "training", "compare", "two", "canary", "rights", "opencl", "both", "big", "parallel", "programs", "managed"]
+PARTS = ["machine", "basic", "training", "compare", "two", "canary", "rights", "opencl", "both", "big", "parallel", "programs", "hashcat", "folder", "managed"]
 for name in opt.parts.split(",") if opt.parts else PARTS:
     if left() < 30:
         fact("left out", name)

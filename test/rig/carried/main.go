@@ -4,8 +4,14 @@
 // and swaps go between local and remote GPUs.
 //
 // GPUCTL_TEST_CARRIER says how: tcp; tls; cut for TLS over connections that are cut
-// again and again; or mixed for a carrier in every other generation of a session's
-// executors, and an executor in the rest.
+// again and again; mixed for a carrier in every other generation of a session's
+// executors, and an executor in the rest; roam for the same over TLS; zstd for that with
+// everything compressed that can be; or straight for TLS to two lease managers in turn, as of
+// two hosts, with contents that go straight from one to the other. GPUCTL_TEST_CARRIER_CUT says
+// which of those connections are cut: never; early, while the application runs; final, while
+// it is frozen; some of them, if it is not set. GPUCTL_TEST_CARRIER_AT is an address at which
+// somebody else takes the carriers' connections, and hands them over as hostd does;
+// GPUCTL_TEST_CARRIER_OUTAGE is how long a connection may be broken, 60s if it is not set.
 package main
 
 import (
@@ -18,6 +24,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"slices"
 	"syscall"
 	"time"
 
@@ -76,24 +83,48 @@ func serveCarried(ctx context.Context, api, apps, dir, users string, anew bool) 
 		real.Users = &confine.Users{Range: r, Dir: "/run/gpuctl/users"}
 	}
 	mode := os.Getenv("GPUCTL_TEST_CARRIER")
-	if mode != "tcp" && mode != "tls" && mode != "cut" && mode != "mixed" {
+	if !slices.Contains([]string{"tcp", "tls", "cut", "mixed", "roam", "zstd", "straight"}, mode) {
 		return fmt.Errorf("GPUCTL_TEST_CARRIER is %q", mode)
 	}
+	outage := time.Minute
+	if text := os.Getenv("GPUCTL_TEST_CARRIER_OUTAGE"); text != "" {
+		if outage, err = time.ParseDuration(text); err != nil {
+			return fmt.Errorf("GPUCTL_TEST_CARRIER_OUTAGE: %w", err)
+		}
+	}
+	at, listen := os.Getenv("GPUCTL_TEST_CARRIER_AT"), []string{"127.0.0.1:0"}
+	if at != "" {
+		listen = nil
+	}
 	// hostd is not told of these leases: it would end them, as it has not asked for them.
-	leases, err := lease.New(lease.Config{Dir: dir, Launcher: real, Logger: log, Listen: []string{"127.0.0.1:0"}, Most: 4096})
+	leases, err := lease.New(lease.Config{Dir: dir, Launcher: real, Logger: log, Listen: listen, Most: 4096})
 	if err != nil {
 		return err
 	}
 	defer leases.Close()
+	l := &launcher{ExecLauncher: real, leases: leases, mode: mode, at: at, outage: outage, ctx: ctx}
 	m, err := session.New(session.Config{
-		Dir: dir, Launcher: &launcher{ExecLauncher: real, leases: leases, mode: mode, ctx: ctx},
+		Dir: dir, Launcher: l,
 		Logger: log, Faults: os.Getenv("GPUCTL_FAULTS") == "1", CompileAnew: anew,
 	})
 	if err != nil {
 		return err
 	}
 	defer m.Close()
-	return service.Serve(ctx, log, api, apps, m, m)
+	if mode != "straight" {
+		return service.Serve(ctx, log, api, apps, m, m)
+	}
+	second := filepath.Join(dir, "second")
+	if err := os.MkdirAll(second, 0o711); err != nil {
+		return err
+	}
+	others, err := lease.New(lease.Config{Dir: second, Launcher: real, Logger: log, Listen: listen, Most: 4096})
+	if err != nil {
+		return err
+	}
+	defer others.Close()
+	l.hosts = newHosts(leases, others)
+	return service.Serve(ctx, log, api, apps, m, &straight{Manager: m, l: l, log: log})
 }
 
 // launcher starts carriers where executors are asked for.
@@ -101,29 +132,37 @@ type launcher struct {
 	*session.ExecLauncher
 	leases *lease.Manager
 	mode   string
+	at     string
+	outage time.Duration
 	ctx    context.Context
+	hosts  *hosts // of the mode straight
 }
 
 // Launch implements session.Launcher.
 func (l *launcher) Launch(ctx context.Context, spec session.Spec, journal func(session.Process) error) (session.Process, error) {
-	if l.mode == "mixed" && spec.Generation%2 == 0 {
+	if (l.mode == "mixed" || l.mode == "roam" || l.mode == "zstd") && spec.Generation%2 == 0 {
 		return l.ExecLauncher.Launch(ctx, spec, journal)
 	}
-	rt, id, err := l.lend(ctx, &spec)
-	if err != nil {
-		return nil, err
+	leases, id := l.hosts.of(&spec)
+	if leases == nil {
+		leases = l.leases
+		rt, lent, err := l.lend(ctx, leases, spec.Runtime, spec.Device)
+		if err != nil {
+			return nil, err
+		}
+		spec.Runtime, id = rt, lent
 	}
-	spec.Runtime = rt
 	p, err := l.ExecLauncher.Launch(ctx, spec, journal)
 	if err != nil {
-		return nil, errors.Join(err, l.leases.EndLease(context.WithoutCancel(ctx), id))
+		return nil, errors.Join(err, leases.EndLease(context.WithoutCancel(ctx), id))
 	}
+	l.hosts.runs(&spec, p, leases, id)
 	go func() {
 		select {
 		case <-p.Done():
 			// A carrier that has retired has told its far executor so.
 			time.Sleep(100 * time.Millisecond)
-			_ = l.leases.EndLease(context.Background(), id)
+			_ = leases.EndLease(context.Background(), id)
 		case <-l.ctx.Done():
 		}
 	}()
@@ -131,12 +170,12 @@ func (l *launcher) Launch(ctx context.Context, spec session.Spec, journal func(s
 }
 
 // lend makes a lease for an executor, and returns the runtime with which its carrier starts.
-func (l *launcher) lend(ctx context.Context, spec *session.Spec) (*gpuctlv1.Runtime, string, error) {
+func (l *launcher) lend(ctx context.Context, leases *lease.Manager, rt *gpuctlv1.Runtime, device *gpuctlv1.VirtualDevice) (*gpuctlv1.Runtime, string, error) {
 	var b [8]byte
 	_, _ = rand.Read(b[:])
 	id := hex.EncodeToString(b[:])
-	req := &gpuctlv1.LendRequest{Lease: id, Runtime: spec.Runtime, Plain: l.mode != "tls" && l.mode != "cut", Device: spec.Device, OutageMs: 60000}
-	r := &gpuctlv1.Remote{Plain: req.Plain, OutageMs: 60000}
+	req := &gpuctlv1.LendRequest{Lease: id, Runtime: rt, Plain: l.mode == "tcp" || l.mode == "mixed", Device: device, OutageMs: l.outage.Milliseconds(), CompressAlways: l.mode == "zstd"}
+	r := &gpuctlv1.Remote{Plain: req.Plain, OutageMs: req.OutageMs, CompressAlways: req.CompressAlways}
 	if !req.Plain {
 		own, err := remote.NewIdentity("carrier")
 		if err != nil {
@@ -144,11 +183,14 @@ func (l *launcher) lend(ctx context.Context, spec *session.Spec) (*gpuctlv1.Runt
 		}
 		req.PeerCertSha256, r.Certificate, r.PrivateKey = own.Hash(), own.Certificate, own.Key
 	}
-	resp, err := l.leases.Lend(ctx, req)
+	resp, err := leases.Lend(ctx, req)
 	if err != nil {
 		return nil, "", err
 	}
 	r.Token, r.PeerCertSha256, r.Addresses = resp.Token, resp.CertSha256, resp.Addresses
+	if l.at != "" {
+		r.Addresses = []string{l.at}
+	}
 	if l.mode == "cut" {
 		a, err := cutting(r.Addresses[0])
 		if err != nil {

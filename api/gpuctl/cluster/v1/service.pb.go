@@ -3188,6 +3188,310 @@ func (*EndLeaseResponse) Descriptor() ([]byte, []int) {
 	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{52}
 }
 
+type AllowFetchRequest struct {
+	state             protoimpl.MessageState `protogen:"open.v1"`
+	Lease             string                 `protobuf:"bytes,1,opt,name=lease,proto3" json:"lease,omitempty"`
+	CertificateSha256 []byte                 `protobuf:"bytes,2,opt,name=certificate_sha256,json=certificateSha256,proto3" json:"certificate_sha256,omitempty"` // of the far executor that fetches, from its host's answer to Lend
+	Check             bool                   `protobuf:"varint,3,opt,name=check,proto3" json:"check,omitempty"`                                                 // only whether it could be
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
+}
+
+func (x *AllowFetchRequest) Reset() {
+	*x = AllowFetchRequest{}
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[53]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AllowFetchRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AllowFetchRequest) ProtoMessage() {}
+
+func (x *AllowFetchRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[53]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AllowFetchRequest.ProtoReflect.Descriptor instead.
+func (*AllowFetchRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{53}
+}
+
+func (x *AllowFetchRequest) GetLease() string {
+	if x != nil {
+		return x.Lease
+	}
+	return ""
+}
+
+func (x *AllowFetchRequest) GetCertificateSha256() []byte {
+	if x != nil {
+		return x.CertificateSha256
+	}
+	return nil
+}
+
+func (x *AllowFetchRequest) GetCheck() bool {
+	if x != nil {
+		return x.Check
+	}
+	return false
+}
+
+type AllowFetchResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Token         []byte                 `protobuf:"bytes,1,opt,name=token,proto3" json:"token,omitempty"` // 32 bytes; good for one connection, within ten minutes
+	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`   // of the fetch
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AllowFetchResponse) Reset() {
+	*x = AllowFetchResponse{}
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[54]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AllowFetchResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AllowFetchResponse) ProtoMessage() {}
+
+func (x *AllowFetchResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[54]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AllowFetchResponse.ProtoReflect.Descriptor instead.
+func (*AllowFetchResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{54}
+}
+
+func (x *AllowFetchResponse) GetToken() []byte {
+	if x != nil {
+		return x.Token
+	}
+	return nil
+}
+
+func (x *AllowFetchResponse) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+type EndFetchRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Lease         string                 `protobuf:"bytes,1,opt,name=lease,proto3" json:"lease,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EndFetchRequest) Reset() {
+	*x = EndFetchRequest{}
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[55]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EndFetchRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EndFetchRequest) ProtoMessage() {}
+
+func (x *EndFetchRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[55]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EndFetchRequest.ProtoReflect.Descriptor instead.
+func (*EndFetchRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{55}
+}
+
+func (x *EndFetchRequest) GetLease() string {
+	if x != nil {
+		return x.Lease
+	}
+	return ""
+}
+
+type EndFetchResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EndFetchResponse) Reset() {
+	*x = EndFetchResponse{}
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[56]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EndFetchResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EndFetchResponse) ProtoMessage() {}
+
+func (x *EndFetchResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[56]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EndFetchResponse.ProtoReflect.Descriptor instead.
+func (*EndFetchResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{56}
+}
+
+type FetchRequest struct {
+	state             protoimpl.MessageState `protogen:"open.v1"`
+	Lease             string                 `protobuf:"bytes,1,opt,name=lease,proto3" json:"lease,omitempty"`                                                  // whose far executor fetches
+	Host              string                 `protobuf:"bytes,2,opt,name=host,proto3" json:"host,omitempty"`                                                    // name of the host from which it fetches
+	Token             []byte                 `protobuf:"bytes,3,opt,name=token,proto3" json:"token,omitempty"`                                                  // from AllowFetch there
+	CertificateSha256 []byte                 `protobuf:"bytes,4,opt,name=certificate_sha256,json=certificateSha256,proto3" json:"certificate_sha256,omitempty"` // of the far executor there
+	Check             bool                   `protobuf:"varint,5,opt,name=check,proto3" json:"check,omitempty"`                                                 // only whether that host is reached; the rest is not used
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
+}
+
+func (x *FetchRequest) Reset() {
+	*x = FetchRequest{}
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[57]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FetchRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FetchRequest) ProtoMessage() {}
+
+func (x *FetchRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[57]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FetchRequest.ProtoReflect.Descriptor instead.
+func (*FetchRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{57}
+}
+
+func (x *FetchRequest) GetLease() string {
+	if x != nil {
+		return x.Lease
+	}
+	return ""
+}
+
+func (x *FetchRequest) GetHost() string {
+	if x != nil {
+		return x.Host
+	}
+	return ""
+}
+
+func (x *FetchRequest) GetToken() []byte {
+	if x != nil {
+		return x.Token
+	}
+	return nil
+}
+
+func (x *FetchRequest) GetCertificateSha256() []byte {
+	if x != nil {
+		return x.CertificateSha256
+	}
+	return nil
+}
+
+func (x *FetchRequest) GetCheck() bool {
+	if x != nil {
+		return x.Check
+	}
+	return false
+}
+
+type FetchResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *FetchResponse) Reset() {
+	*x = FetchResponse{}
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[58]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FetchResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FetchResponse) ProtoMessage() {}
+
+func (x *FetchResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[58]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FetchResponse.ProtoReflect.Descriptor instead.
+func (*FetchResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{58}
+}
+
 type EchoRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Data          []byte                 `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"`      // at most 4 MiB
@@ -3198,7 +3502,7 @@ type EchoRequest struct {
 
 func (x *EchoRequest) Reset() {
 	*x = EchoRequest{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[53]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3210,7 +3514,7 @@ func (x *EchoRequest) String() string {
 func (*EchoRequest) ProtoMessage() {}
 
 func (x *EchoRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[53]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3223,7 +3527,7 @@ func (x *EchoRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EchoRequest.ProtoReflect.Descriptor instead.
 func (*EchoRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{53}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *EchoRequest) GetData() []byte {
@@ -3249,7 +3553,7 @@ type EchoResponse struct {
 
 func (x *EchoResponse) Reset() {
 	*x = EchoResponse{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[54]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[60]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3261,7 +3565,7 @@ func (x *EchoResponse) String() string {
 func (*EchoResponse) ProtoMessage() {}
 
 func (x *EchoResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[54]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[60]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3274,7 +3578,7 @@ func (x *EchoResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EchoResponse.ProtoReflect.Descriptor instead.
 func (*EchoResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{54}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{60}
 }
 
 func (x *EchoResponse) GetData() []byte {
@@ -3299,7 +3603,7 @@ type EnrollRequest struct {
 
 func (x *EnrollRequest) Reset() {
 	*x = EnrollRequest{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[55]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3311,7 +3615,7 @@ func (x *EnrollRequest) String() string {
 func (*EnrollRequest) ProtoMessage() {}
 
 func (x *EnrollRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[55]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3324,7 +3628,7 @@ func (x *EnrollRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnrollRequest.ProtoReflect.Descriptor instead.
 func (*EnrollRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{55}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{61}
 }
 
 func (x *EnrollRequest) GetTokenId() string {
@@ -3389,7 +3693,7 @@ type EnrollResponse struct {
 
 func (x *EnrollResponse) Reset() {
 	*x = EnrollResponse{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[56]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3401,7 +3705,7 @@ func (x *EnrollResponse) String() string {
 func (*EnrollResponse) ProtoMessage() {}
 
 func (x *EnrollResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[56]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3414,7 +3718,7 @@ func (x *EnrollResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnrollResponse.ProtoReflect.Descriptor instead.
 func (*EnrollResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{56}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{62}
 }
 
 func (x *EnrollResponse) GetCertificate() []byte {
@@ -3461,7 +3765,7 @@ type RenewRequest struct {
 
 func (x *RenewRequest) Reset() {
 	*x = RenewRequest{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[57]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3473,7 +3777,7 @@ func (x *RenewRequest) String() string {
 func (*RenewRequest) ProtoMessage() {}
 
 func (x *RenewRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[57]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3486,7 +3790,7 @@ func (x *RenewRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewRequest.ProtoReflect.Descriptor instead.
 func (*RenewRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{57}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{63}
 }
 
 func (x *RenewRequest) GetCsr() []byte {
@@ -3506,7 +3810,7 @@ type RenewResponse struct {
 
 func (x *RenewResponse) Reset() {
 	*x = RenewResponse{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[58]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[64]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3518,7 +3822,7 @@ func (x *RenewResponse) String() string {
 func (*RenewResponse) ProtoMessage() {}
 
 func (x *RenewResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[58]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[64]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3531,7 +3835,7 @@ func (x *RenewResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewResponse.ProtoReflect.Descriptor instead.
 func (*RenewResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{58}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{64}
 }
 
 func (x *RenewResponse) GetCertificate() []byte {
@@ -3557,7 +3861,7 @@ type ApplyRequest struct {
 
 func (x *ApplyRequest) Reset() {
 	*x = ApplyRequest{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[59]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[65]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3569,7 +3873,7 @@ func (x *ApplyRequest) String() string {
 func (*ApplyRequest) ProtoMessage() {}
 
 func (x *ApplyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[59]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[65]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3582,7 +3886,7 @@ func (x *ApplyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApplyRequest.ProtoReflect.Descriptor instead.
 func (*ApplyRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{59}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{65}
 }
 
 func (x *ApplyRequest) GetCommands() []*Command {
@@ -3601,7 +3905,7 @@ type ApplyResponse struct {
 
 func (x *ApplyResponse) Reset() {
 	*x = ApplyResponse{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[60]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[66]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3613,7 +3917,7 @@ func (x *ApplyResponse) String() string {
 func (*ApplyResponse) ProtoMessage() {}
 
 func (x *ApplyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[60]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[66]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3626,7 +3930,7 @@ func (x *ApplyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApplyResponse.ProtoReflect.Descriptor instead.
 func (*ApplyResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{60}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{66}
 }
 
 func (x *ApplyResponse) GetResults() []*Result {
@@ -3644,7 +3948,7 @@ type ReadIndexRequest struct {
 
 func (x *ReadIndexRequest) Reset() {
 	*x = ReadIndexRequest{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[61]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[67]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3656,7 +3960,7 @@ func (x *ReadIndexRequest) String() string {
 func (*ReadIndexRequest) ProtoMessage() {}
 
 func (x *ReadIndexRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[61]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[67]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3669,7 +3973,7 @@ func (x *ReadIndexRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadIndexRequest.ProtoReflect.Descriptor instead.
 func (*ReadIndexRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{61}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{67}
 }
 
 type ReadIndexResponse struct {
@@ -3681,7 +3985,7 @@ type ReadIndexResponse struct {
 
 func (x *ReadIndexResponse) Reset() {
 	*x = ReadIndexResponse{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[62]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[68]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3693,7 +3997,7 @@ func (x *ReadIndexResponse) String() string {
 func (*ReadIndexResponse) ProtoMessage() {}
 
 func (x *ReadIndexResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[62]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[68]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3706,7 +4010,7 @@ func (x *ReadIndexResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadIndexResponse.ProtoReflect.Descriptor instead.
 func (*ReadIndexResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{62}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{68}
 }
 
 func (x *ReadIndexResponse) GetIndex() uint64 {
@@ -3731,7 +4035,7 @@ type HeartbeatRequest struct {
 
 func (x *HeartbeatRequest) Reset() {
 	*x = HeartbeatRequest{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[63]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[69]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3743,7 +4047,7 @@ func (x *HeartbeatRequest) String() string {
 func (*HeartbeatRequest) ProtoMessage() {}
 
 func (x *HeartbeatRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[63]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[69]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3756,7 +4060,7 @@ func (x *HeartbeatRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HeartbeatRequest.ProtoReflect.Descriptor instead.
 func (*HeartbeatRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{63}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{69}
 }
 
 func (x *HeartbeatRequest) GetHost() string {
@@ -3819,7 +4123,7 @@ type HeartbeatResponse struct {
 
 func (x *HeartbeatResponse) Reset() {
 	*x = HeartbeatResponse{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[64]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[70]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3831,7 +4135,7 @@ func (x *HeartbeatResponse) String() string {
 func (*HeartbeatResponse) ProtoMessage() {}
 
 func (x *HeartbeatResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[64]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[70]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3844,7 +4148,7 @@ func (x *HeartbeatResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HeartbeatResponse.ProtoReflect.Descriptor instead.
 func (*HeartbeatResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{64}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{70}
 }
 
 func (x *HeartbeatResponse) GetLeader() string {
@@ -3876,7 +4180,7 @@ type FactsRequest struct {
 
 func (x *FactsRequest) Reset() {
 	*x = FactsRequest{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[65]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[71]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3888,7 +4192,7 @@ func (x *FactsRequest) String() string {
 func (*FactsRequest) ProtoMessage() {}
 
 func (x *FactsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[65]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[71]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3901,7 +4205,7 @@ func (x *FactsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FactsRequest.ProtoReflect.Descriptor instead.
 func (*FactsRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{65}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{71}
 }
 
 type FactsResponse struct {
@@ -3913,7 +4217,7 @@ type FactsResponse struct {
 
 func (x *FactsResponse) Reset() {
 	*x = FactsResponse{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[66]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[72]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3925,7 +4229,7 @@ func (x *FactsResponse) String() string {
 func (*FactsResponse) ProtoMessage() {}
 
 func (x *FactsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[66]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[72]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3938,7 +4242,7 @@ func (x *FactsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FactsResponse.ProtoReflect.Descriptor instead.
 func (*FactsResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{66}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{72}
 }
 
 func (x *FactsResponse) GetFacts() *HostFacts {
@@ -4187,7 +4491,24 @@ const file_gpuctl_cluster_v1_service_proto_rawDesc = "" +
 	"\x06memory\x18\x06 \x01(\x04R\x06memory\"'\n" +
 	"\x0fEndLeaseRequest\x12\x14\n" +
 	"\x05lease\x18\x01 \x01(\tR\x05lease\"\x12\n" +
-	"\x10EndLeaseResponse\"9\n" +
+	"\x10EndLeaseResponse\"n\n" +
+	"\x11AllowFetchRequest\x12\x14\n" +
+	"\x05lease\x18\x01 \x01(\tR\x05lease\x12-\n" +
+	"\x12certificate_sha256\x18\x02 \x01(\fR\x11certificateSha256\x12\x14\n" +
+	"\x05check\x18\x03 \x01(\bR\x05check\">\n" +
+	"\x12AllowFetchResponse\x12\x14\n" +
+	"\x05token\x18\x01 \x01(\fR\x05token\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\"'\n" +
+	"\x0fEndFetchRequest\x12\x14\n" +
+	"\x05lease\x18\x01 \x01(\tR\x05lease\"\x12\n" +
+	"\x10EndFetchResponse\"\x93\x01\n" +
+	"\fFetchRequest\x12\x14\n" +
+	"\x05lease\x18\x01 \x01(\tR\x05lease\x12\x12\n" +
+	"\x04host\x18\x02 \x01(\tR\x04host\x12\x14\n" +
+	"\x05token\x18\x03 \x01(\fR\x05token\x12-\n" +
+	"\x12certificate_sha256\x18\x04 \x01(\fR\x11certificateSha256\x12\x14\n" +
+	"\x05check\x18\x05 \x01(\bR\x05check\"\x0f\n" +
+	"\rFetchResponse\"9\n" +
 	"\vEchoRequest\x12\x12\n" +
 	"\x04data\x18\x01 \x01(\fR\x04data\x12\x16\n" +
 	"\x06answer\x18\x02 \x01(\rR\x06answer\"\"\n" +
@@ -4259,7 +4580,7 @@ const file_gpuctl_cluster_v1_service_proto_rawDesc = "" +
 	"\x0eRevokeIdentity\x12(.gpuctl.cluster.v1.RevokeIdentityRequest\x1a).gpuctl.cluster.v1.RevokeIdentityResponse\x12e\n" +
 	"\x0eListIdentities\x12(.gpuctl.cluster.v1.ListIdentitiesRequest\x1a).gpuctl.cluster.v1.ListIdentitiesResponse\x12G\n" +
 	"\x04Init\x12\x1e.gpuctl.cluster.v1.InitRequest\x1a\x1f.gpuctl.cluster.v1.InitResponse\x12G\n" +
-	"\x04Join\x12\x1e.gpuctl.cluster.v1.JoinRequest\x1a\x1f.gpuctl.cluster.v1.JoinResponse2\xb5\x06\n" +
+	"\x04Join\x12\x1e.gpuctl.cluster.v1.JoinRequest\x1a\x1f.gpuctl.cluster.v1.JoinResponse2\xb1\b\n" +
 	"\vPeerService\x12M\n" +
 	"\x06Enroll\x12 .gpuctl.cluster.v1.EnrollRequest\x1a!.gpuctl.cluster.v1.EnrollResponse\x12J\n" +
 	"\x05Renew\x12\x1f.gpuctl.cluster.v1.RenewRequest\x1a .gpuctl.cluster.v1.RenewResponse\x12J\n" +
@@ -4269,7 +4590,11 @@ const file_gpuctl_cluster_v1_service_proto_rawDesc = "" +
 	"\x05Facts\x12\x1f.gpuctl.cluster.v1.FactsRequest\x1a .gpuctl.cluster.v1.FactsResponse\x12\\\n" +
 	"\vCreateClaim\x12%.gpuctl.cluster.v1.CreateClaimRequest\x1a&.gpuctl.cluster.v1.CreateClaimResponse\x12G\n" +
 	"\x04Lend\x12\x1e.gpuctl.cluster.v1.LendRequest\x1a\x1f.gpuctl.cluster.v1.LendResponse\x12S\n" +
-	"\bEndLease\x12\".gpuctl.cluster.v1.EndLeaseRequest\x1a#.gpuctl.cluster.v1.EndLeaseResponse\x12G\n" +
+	"\bEndLease\x12\".gpuctl.cluster.v1.EndLeaseRequest\x1a#.gpuctl.cluster.v1.EndLeaseResponse\x12Y\n" +
+	"\n" +
+	"AllowFetch\x12$.gpuctl.cluster.v1.AllowFetchRequest\x1a%.gpuctl.cluster.v1.AllowFetchResponse\x12S\n" +
+	"\bEndFetch\x12\".gpuctl.cluster.v1.EndFetchRequest\x1a#.gpuctl.cluster.v1.EndFetchResponse\x12J\n" +
+	"\x05Fetch\x12\x1f.gpuctl.cluster.v1.FetchRequest\x1a .gpuctl.cluster.v1.FetchResponse\x12G\n" +
 	"\x04Echo\x12\x1e.gpuctl.cluster.v1.EchoRequest\x1a\x1f.gpuctl.cluster.v1.EchoResponseB:Z8github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1;clusterv1b\x06proto3"
 
 var (
@@ -4284,7 +4609,7 @@ func file_gpuctl_cluster_v1_service_proto_rawDescGZIP() []byte {
 	return file_gpuctl_cluster_v1_service_proto_rawDescData
 }
 
-var file_gpuctl_cluster_v1_service_proto_msgTypes = make([]protoimpl.MessageInfo, 68)
+var file_gpuctl_cluster_v1_service_proto_msgTypes = make([]protoimpl.MessageInfo, 74)
 var file_gpuctl_cluster_v1_service_proto_goTypes = []any{
 	(*ListRequest)(nil),            // 0: gpuctl.cluster.v1.ListRequest
 	(*ListResponse)(nil),           // 1: gpuctl.cluster.v1.ListResponse
@@ -4339,85 +4664,91 @@ var file_gpuctl_cluster_v1_service_proto_goTypes = []any{
 	(*LendResponse)(nil),           // 50: gpuctl.cluster.v1.LendResponse
 	(*EndLeaseRequest)(nil),        // 51: gpuctl.cluster.v1.EndLeaseRequest
 	(*EndLeaseResponse)(nil),       // 52: gpuctl.cluster.v1.EndLeaseResponse
-	(*EchoRequest)(nil),            // 53: gpuctl.cluster.v1.EchoRequest
-	(*EchoResponse)(nil),           // 54: gpuctl.cluster.v1.EchoResponse
-	(*EnrollRequest)(nil),          // 55: gpuctl.cluster.v1.EnrollRequest
-	(*EnrollResponse)(nil),         // 56: gpuctl.cluster.v1.EnrollResponse
-	(*RenewRequest)(nil),           // 57: gpuctl.cluster.v1.RenewRequest
-	(*RenewResponse)(nil),          // 58: gpuctl.cluster.v1.RenewResponse
-	(*ApplyRequest)(nil),           // 59: gpuctl.cluster.v1.ApplyRequest
-	(*ApplyResponse)(nil),          // 60: gpuctl.cluster.v1.ApplyResponse
-	(*ReadIndexRequest)(nil),       // 61: gpuctl.cluster.v1.ReadIndexRequest
-	(*ReadIndexResponse)(nil),      // 62: gpuctl.cluster.v1.ReadIndexResponse
-	(*HeartbeatRequest)(nil),       // 63: gpuctl.cluster.v1.HeartbeatRequest
-	(*HeartbeatResponse)(nil),      // 64: gpuctl.cluster.v1.HeartbeatResponse
-	(*FactsRequest)(nil),           // 65: gpuctl.cluster.v1.FactsRequest
-	(*FactsResponse)(nil),          // 66: gpuctl.cluster.v1.FactsResponse
-	nil,                            // 67: gpuctl.cluster.v1.SetLabelsRequest.SetEntry
-	(Kind)(0),                      // 68: gpuctl.cluster.v1.Kind
-	(*Object)(nil),                 // 69: gpuctl.cluster.v1.Object
-	(*Event)(nil),                  // 70: gpuctl.cluster.v1.Event
-	(Health)(0),                    // 71: gpuctl.cluster.v1.Health
-	(*v1.Share)(nil),               // 72: gpuctl.v1.Share
-	(QueuePolicy)(0),               // 73: gpuctl.cluster.v1.QueuePolicy
-	(*Claim)(nil),                  // 74: gpuctl.cluster.v1.Claim
-	(*Choice)(nil),                 // 75: gpuctl.cluster.v1.Choice
-	(*v1.Reason)(nil),              // 76: gpuctl.v1.Reason
-	(*Assignment)(nil),             // 77: gpuctl.cluster.v1.Assignment
-	(*Host)(nil),                   // 78: gpuctl.cluster.v1.Host
-	(*GPU)(nil),                    // 79: gpuctl.cluster.v1.GPU
-	(*Model)(nil),                  // 80: gpuctl.cluster.v1.Model
-	(Role)(0),                      // 81: gpuctl.cluster.v1.Role
-	(*JoinToken)(nil),              // 82: gpuctl.cluster.v1.JoinToken
-	(*Identity)(nil),               // 83: gpuctl.cluster.v1.Identity
-	(*v1.VirtualDevice)(nil),       // 84: gpuctl.v1.VirtualDevice
-	(*v1.Limits)(nil),              // 85: gpuctl.v1.Limits
-	(*Command)(nil),                // 86: gpuctl.cluster.v1.Command
-	(*Result)(nil),                 // 87: gpuctl.cluster.v1.Result
+	(*AllowFetchRequest)(nil),      // 53: gpuctl.cluster.v1.AllowFetchRequest
+	(*AllowFetchResponse)(nil),     // 54: gpuctl.cluster.v1.AllowFetchResponse
+	(*EndFetchRequest)(nil),        // 55: gpuctl.cluster.v1.EndFetchRequest
+	(*EndFetchResponse)(nil),       // 56: gpuctl.cluster.v1.EndFetchResponse
+	(*FetchRequest)(nil),           // 57: gpuctl.cluster.v1.FetchRequest
+	(*FetchResponse)(nil),          // 58: gpuctl.cluster.v1.FetchResponse
+	(*EchoRequest)(nil),            // 59: gpuctl.cluster.v1.EchoRequest
+	(*EchoResponse)(nil),           // 60: gpuctl.cluster.v1.EchoResponse
+	(*EnrollRequest)(nil),          // 61: gpuctl.cluster.v1.EnrollRequest
+	(*EnrollResponse)(nil),         // 62: gpuctl.cluster.v1.EnrollResponse
+	(*RenewRequest)(nil),           // 63: gpuctl.cluster.v1.RenewRequest
+	(*RenewResponse)(nil),          // 64: gpuctl.cluster.v1.RenewResponse
+	(*ApplyRequest)(nil),           // 65: gpuctl.cluster.v1.ApplyRequest
+	(*ApplyResponse)(nil),          // 66: gpuctl.cluster.v1.ApplyResponse
+	(*ReadIndexRequest)(nil),       // 67: gpuctl.cluster.v1.ReadIndexRequest
+	(*ReadIndexResponse)(nil),      // 68: gpuctl.cluster.v1.ReadIndexResponse
+	(*HeartbeatRequest)(nil),       // 69: gpuctl.cluster.v1.HeartbeatRequest
+	(*HeartbeatResponse)(nil),      // 70: gpuctl.cluster.v1.HeartbeatResponse
+	(*FactsRequest)(nil),           // 71: gpuctl.cluster.v1.FactsRequest
+	(*FactsResponse)(nil),          // 72: gpuctl.cluster.v1.FactsResponse
+	nil,                            // 73: gpuctl.cluster.v1.SetLabelsRequest.SetEntry
+	(Kind)(0),                      // 74: gpuctl.cluster.v1.Kind
+	(*Object)(nil),                 // 75: gpuctl.cluster.v1.Object
+	(*Event)(nil),                  // 76: gpuctl.cluster.v1.Event
+	(Health)(0),                    // 77: gpuctl.cluster.v1.Health
+	(*v1.Share)(nil),               // 78: gpuctl.v1.Share
+	(QueuePolicy)(0),               // 79: gpuctl.cluster.v1.QueuePolicy
+	(*Claim)(nil),                  // 80: gpuctl.cluster.v1.Claim
+	(*Choice)(nil),                 // 81: gpuctl.cluster.v1.Choice
+	(*v1.Reason)(nil),              // 82: gpuctl.v1.Reason
+	(*Assignment)(nil),             // 83: gpuctl.cluster.v1.Assignment
+	(*Host)(nil),                   // 84: gpuctl.cluster.v1.Host
+	(*GPU)(nil),                    // 85: gpuctl.cluster.v1.GPU
+	(*Model)(nil),                  // 86: gpuctl.cluster.v1.Model
+	(Role)(0),                      // 87: gpuctl.cluster.v1.Role
+	(*JoinToken)(nil),              // 88: gpuctl.cluster.v1.JoinToken
+	(*Identity)(nil),               // 89: gpuctl.cluster.v1.Identity
+	(*v1.VirtualDevice)(nil),       // 90: gpuctl.v1.VirtualDevice
+	(*v1.Limits)(nil),              // 91: gpuctl.v1.Limits
+	(*Command)(nil),                // 92: gpuctl.cluster.v1.Command
+	(*Result)(nil),                 // 93: gpuctl.cluster.v1.Result
 }
 var file_gpuctl_cluster_v1_service_proto_depIdxs = []int32{
-	68, // 0: gpuctl.cluster.v1.ListRequest.kind:type_name -> gpuctl.cluster.v1.Kind
-	69, // 1: gpuctl.cluster.v1.ListResponse.objects:type_name -> gpuctl.cluster.v1.Object
-	68, // 2: gpuctl.cluster.v1.WatchRequest.kind:type_name -> gpuctl.cluster.v1.Kind
-	69, // 3: gpuctl.cluster.v1.WatchResponse.object:type_name -> gpuctl.cluster.v1.Object
-	68, // 4: gpuctl.cluster.v1.DescribeRequest.kind:type_name -> gpuctl.cluster.v1.Kind
-	69, // 5: gpuctl.cluster.v1.DescribeResponse.object:type_name -> gpuctl.cluster.v1.Object
-	69, // 6: gpuctl.cluster.v1.DescribeResponse.related:type_name -> gpuctl.cluster.v1.Object
-	70, // 7: gpuctl.cluster.v1.DescribeResponse.events:type_name -> gpuctl.cluster.v1.Event
-	68, // 8: gpuctl.cluster.v1.EventsRequest.kind:type_name -> gpuctl.cluster.v1.Kind
+	74, // 0: gpuctl.cluster.v1.ListRequest.kind:type_name -> gpuctl.cluster.v1.Kind
+	75, // 1: gpuctl.cluster.v1.ListResponse.objects:type_name -> gpuctl.cluster.v1.Object
+	74, // 2: gpuctl.cluster.v1.WatchRequest.kind:type_name -> gpuctl.cluster.v1.Kind
+	75, // 3: gpuctl.cluster.v1.WatchResponse.object:type_name -> gpuctl.cluster.v1.Object
+	74, // 4: gpuctl.cluster.v1.DescribeRequest.kind:type_name -> gpuctl.cluster.v1.Kind
+	75, // 5: gpuctl.cluster.v1.DescribeResponse.object:type_name -> gpuctl.cluster.v1.Object
+	75, // 6: gpuctl.cluster.v1.DescribeResponse.related:type_name -> gpuctl.cluster.v1.Object
+	76, // 7: gpuctl.cluster.v1.DescribeResponse.events:type_name -> gpuctl.cluster.v1.Event
+	74, // 8: gpuctl.cluster.v1.EventsRequest.kind:type_name -> gpuctl.cluster.v1.Kind
 	9,  // 9: gpuctl.cluster.v1.TopResponse.hosts:type_name -> gpuctl.cluster.v1.HostFacts
 	10, // 10: gpuctl.cluster.v1.HostFacts.gpus:type_name -> gpuctl.cluster.v1.GPUFacts
 	11, // 11: gpuctl.cluster.v1.GPUFacts.sessions:type_name -> gpuctl.cluster.v1.SessionFacts
-	71, // 12: gpuctl.cluster.v1.GPUFacts.health:type_name -> gpuctl.cluster.v1.Health
-	72, // 13: gpuctl.cluster.v1.SessionFacts.share:type_name -> gpuctl.v1.Share
+	77, // 12: gpuctl.cluster.v1.GPUFacts.health:type_name -> gpuctl.cluster.v1.Health
+	78, // 13: gpuctl.cluster.v1.SessionFacts.share:type_name -> gpuctl.v1.Share
 	14, // 14: gpuctl.cluster.v1.StatusResponse.members:type_name -> gpuctl.cluster.v1.MemberStatus
-	73, // 15: gpuctl.cluster.v1.StatusResponse.queue:type_name -> gpuctl.cluster.v1.QueuePolicy
-	74, // 16: gpuctl.cluster.v1.PlaceRequest.claim:type_name -> gpuctl.cluster.v1.Claim
+	79, // 15: gpuctl.cluster.v1.StatusResponse.queue:type_name -> gpuctl.cluster.v1.QueuePolicy
+	80, // 16: gpuctl.cluster.v1.PlaceRequest.claim:type_name -> gpuctl.cluster.v1.Claim
 	17, // 17: gpuctl.cluster.v1.PlaceResponse.candidates:type_name -> gpuctl.cluster.v1.PlaceCandidate
 	18, // 18: gpuctl.cluster.v1.PlaceResponse.rejected:type_name -> gpuctl.cluster.v1.Rejection
-	75, // 19: gpuctl.cluster.v1.PlaceCandidate.choices:type_name -> gpuctl.cluster.v1.Choice
-	76, // 20: gpuctl.cluster.v1.Rejection.reasons:type_name -> gpuctl.v1.Reason
-	74, // 21: gpuctl.cluster.v1.CreateClaimRequest.claim:type_name -> gpuctl.cluster.v1.Claim
-	74, // 22: gpuctl.cluster.v1.CreateClaimResponse.claim:type_name -> gpuctl.cluster.v1.Claim
-	77, // 23: gpuctl.cluster.v1.CreateClaimResponse.assignments:type_name -> gpuctl.cluster.v1.Assignment
+	81, // 19: gpuctl.cluster.v1.PlaceCandidate.choices:type_name -> gpuctl.cluster.v1.Choice
+	82, // 20: gpuctl.cluster.v1.Rejection.reasons:type_name -> gpuctl.v1.Reason
+	80, // 21: gpuctl.cluster.v1.CreateClaimRequest.claim:type_name -> gpuctl.cluster.v1.Claim
+	80, // 22: gpuctl.cluster.v1.CreateClaimResponse.claim:type_name -> gpuctl.cluster.v1.Claim
+	83, // 23: gpuctl.cluster.v1.CreateClaimResponse.assignments:type_name -> gpuctl.cluster.v1.Assignment
 	18, // 24: gpuctl.cluster.v1.CreateClaimResponse.rejected:type_name -> gpuctl.cluster.v1.Rejection
-	74, // 25: gpuctl.cluster.v1.DeleteClaimResponse.claim:type_name -> gpuctl.cluster.v1.Claim
-	78, // 26: gpuctl.cluster.v1.SetDrainResponse.host:type_name -> gpuctl.cluster.v1.Host
-	79, // 27: gpuctl.cluster.v1.SetCordonResponse.gpu:type_name -> gpuctl.cluster.v1.GPU
-	67, // 28: gpuctl.cluster.v1.SetLabelsRequest.set:type_name -> gpuctl.cluster.v1.SetLabelsRequest.SetEntry
-	78, // 29: gpuctl.cluster.v1.SetLabelsResponse.host:type_name -> gpuctl.cluster.v1.Host
-	80, // 30: gpuctl.cluster.v1.SetRankResponse.model:type_name -> gpuctl.cluster.v1.Model
-	73, // 31: gpuctl.cluster.v1.SetQueueRequest.policy:type_name -> gpuctl.cluster.v1.QueuePolicy
-	73, // 32: gpuctl.cluster.v1.SetQueueResponse.policy:type_name -> gpuctl.cluster.v1.QueuePolicy
-	81, // 33: gpuctl.cluster.v1.CreateTokenRequest.role:type_name -> gpuctl.cluster.v1.Role
-	82, // 34: gpuctl.cluster.v1.ListTokensResponse.tokens:type_name -> gpuctl.cluster.v1.JoinToken
-	83, // 35: gpuctl.cluster.v1.ListIdentitiesResponse.identities:type_name -> gpuctl.cluster.v1.Identity
+	80, // 25: gpuctl.cluster.v1.DeleteClaimResponse.claim:type_name -> gpuctl.cluster.v1.Claim
+	84, // 26: gpuctl.cluster.v1.SetDrainResponse.host:type_name -> gpuctl.cluster.v1.Host
+	85, // 27: gpuctl.cluster.v1.SetCordonResponse.gpu:type_name -> gpuctl.cluster.v1.GPU
+	73, // 28: gpuctl.cluster.v1.SetLabelsRequest.set:type_name -> gpuctl.cluster.v1.SetLabelsRequest.SetEntry
+	84, // 29: gpuctl.cluster.v1.SetLabelsResponse.host:type_name -> gpuctl.cluster.v1.Host
+	86, // 30: gpuctl.cluster.v1.SetRankResponse.model:type_name -> gpuctl.cluster.v1.Model
+	79, // 31: gpuctl.cluster.v1.SetQueueRequest.policy:type_name -> gpuctl.cluster.v1.QueuePolicy
+	79, // 32: gpuctl.cluster.v1.SetQueueResponse.policy:type_name -> gpuctl.cluster.v1.QueuePolicy
+	87, // 33: gpuctl.cluster.v1.CreateTokenRequest.role:type_name -> gpuctl.cluster.v1.Role
+	88, // 34: gpuctl.cluster.v1.ListTokensResponse.tokens:type_name -> gpuctl.cluster.v1.JoinToken
+	89, // 35: gpuctl.cluster.v1.ListIdentitiesResponse.identities:type_name -> gpuctl.cluster.v1.Identity
 	13, // 36: gpuctl.cluster.v1.InitResponse.status:type_name -> gpuctl.cluster.v1.StatusResponse
 	13, // 37: gpuctl.cluster.v1.JoinResponse.status:type_name -> gpuctl.cluster.v1.StatusResponse
-	84, // 38: gpuctl.cluster.v1.LendRequest.device:type_name -> gpuctl.v1.VirtualDevice
-	85, // 39: gpuctl.cluster.v1.LendResponse.limits:type_name -> gpuctl.v1.Limits
-	86, // 40: gpuctl.cluster.v1.ApplyRequest.commands:type_name -> gpuctl.cluster.v1.Command
-	87, // 41: gpuctl.cluster.v1.ApplyResponse.results:type_name -> gpuctl.cluster.v1.Result
+	90, // 38: gpuctl.cluster.v1.LendRequest.device:type_name -> gpuctl.v1.VirtualDevice
+	91, // 39: gpuctl.cluster.v1.LendResponse.limits:type_name -> gpuctl.v1.Limits
+	92, // 40: gpuctl.cluster.v1.ApplyRequest.commands:type_name -> gpuctl.cluster.v1.Command
+	93, // 41: gpuctl.cluster.v1.ApplyResponse.results:type_name -> gpuctl.cluster.v1.Result
 	9,  // 42: gpuctl.cluster.v1.FactsResponse.facts:type_name -> gpuctl.cluster.v1.HostFacts
 	0,  // 43: gpuctl.cluster.v1.ClusterService.List:input_type -> gpuctl.cluster.v1.ListRequest
 	2,  // 44: gpuctl.cluster.v1.ClusterService.Watch:input_type -> gpuctl.cluster.v1.WatchRequest
@@ -4441,50 +4772,56 @@ var file_gpuctl_cluster_v1_service_proto_depIdxs = []int32{
 	43, // 62: gpuctl.cluster.v1.ClusterService.ListIdentities:input_type -> gpuctl.cluster.v1.ListIdentitiesRequest
 	45, // 63: gpuctl.cluster.v1.ClusterService.Init:input_type -> gpuctl.cluster.v1.InitRequest
 	47, // 64: gpuctl.cluster.v1.ClusterService.Join:input_type -> gpuctl.cluster.v1.JoinRequest
-	55, // 65: gpuctl.cluster.v1.PeerService.Enroll:input_type -> gpuctl.cluster.v1.EnrollRequest
-	57, // 66: gpuctl.cluster.v1.PeerService.Renew:input_type -> gpuctl.cluster.v1.RenewRequest
-	59, // 67: gpuctl.cluster.v1.PeerService.Apply:input_type -> gpuctl.cluster.v1.ApplyRequest
-	61, // 68: gpuctl.cluster.v1.PeerService.ReadIndex:input_type -> gpuctl.cluster.v1.ReadIndexRequest
-	63, // 69: gpuctl.cluster.v1.PeerService.Heartbeat:input_type -> gpuctl.cluster.v1.HeartbeatRequest
-	65, // 70: gpuctl.cluster.v1.PeerService.Facts:input_type -> gpuctl.cluster.v1.FactsRequest
+	61, // 65: gpuctl.cluster.v1.PeerService.Enroll:input_type -> gpuctl.cluster.v1.EnrollRequest
+	63, // 66: gpuctl.cluster.v1.PeerService.Renew:input_type -> gpuctl.cluster.v1.RenewRequest
+	65, // 67: gpuctl.cluster.v1.PeerService.Apply:input_type -> gpuctl.cluster.v1.ApplyRequest
+	67, // 68: gpuctl.cluster.v1.PeerService.ReadIndex:input_type -> gpuctl.cluster.v1.ReadIndexRequest
+	69, // 69: gpuctl.cluster.v1.PeerService.Heartbeat:input_type -> gpuctl.cluster.v1.HeartbeatRequest
+	71, // 70: gpuctl.cluster.v1.PeerService.Facts:input_type -> gpuctl.cluster.v1.FactsRequest
 	19, // 71: gpuctl.cluster.v1.PeerService.CreateClaim:input_type -> gpuctl.cluster.v1.CreateClaimRequest
 	49, // 72: gpuctl.cluster.v1.PeerService.Lend:input_type -> gpuctl.cluster.v1.LendRequest
 	51, // 73: gpuctl.cluster.v1.PeerService.EndLease:input_type -> gpuctl.cluster.v1.EndLeaseRequest
-	53, // 74: gpuctl.cluster.v1.PeerService.Echo:input_type -> gpuctl.cluster.v1.EchoRequest
-	1,  // 75: gpuctl.cluster.v1.ClusterService.List:output_type -> gpuctl.cluster.v1.ListResponse
-	3,  // 76: gpuctl.cluster.v1.ClusterService.Watch:output_type -> gpuctl.cluster.v1.WatchResponse
-	5,  // 77: gpuctl.cluster.v1.ClusterService.Describe:output_type -> gpuctl.cluster.v1.DescribeResponse
-	70, // 78: gpuctl.cluster.v1.ClusterService.Events:output_type -> gpuctl.cluster.v1.Event
-	8,  // 79: gpuctl.cluster.v1.ClusterService.Top:output_type -> gpuctl.cluster.v1.TopResponse
-	13, // 80: gpuctl.cluster.v1.ClusterService.Status:output_type -> gpuctl.cluster.v1.StatusResponse
-	16, // 81: gpuctl.cluster.v1.ClusterService.Place:output_type -> gpuctl.cluster.v1.PlaceResponse
-	20, // 82: gpuctl.cluster.v1.ClusterService.CreateClaim:output_type -> gpuctl.cluster.v1.CreateClaimResponse
-	22, // 83: gpuctl.cluster.v1.ClusterService.DeleteClaim:output_type -> gpuctl.cluster.v1.DeleteClaimResponse
-	24, // 84: gpuctl.cluster.v1.ClusterService.SetDrain:output_type -> gpuctl.cluster.v1.SetDrainResponse
-	26, // 85: gpuctl.cluster.v1.ClusterService.SetCordon:output_type -> gpuctl.cluster.v1.SetCordonResponse
-	28, // 86: gpuctl.cluster.v1.ClusterService.SetLabels:output_type -> gpuctl.cluster.v1.SetLabelsResponse
-	30, // 87: gpuctl.cluster.v1.ClusterService.SetRank:output_type -> gpuctl.cluster.v1.SetRankResponse
-	32, // 88: gpuctl.cluster.v1.ClusterService.SetQueue:output_type -> gpuctl.cluster.v1.SetQueueResponse
-	34, // 89: gpuctl.cluster.v1.ClusterService.CreateToken:output_type -> gpuctl.cluster.v1.CreateTokenResponse
-	36, // 90: gpuctl.cluster.v1.ClusterService.ListTokens:output_type -> gpuctl.cluster.v1.ListTokensResponse
-	38, // 91: gpuctl.cluster.v1.ClusterService.DeleteToken:output_type -> gpuctl.cluster.v1.DeleteTokenResponse
-	40, // 92: gpuctl.cluster.v1.ClusterService.RemoveHost:output_type -> gpuctl.cluster.v1.RemoveHostResponse
-	42, // 93: gpuctl.cluster.v1.ClusterService.RevokeIdentity:output_type -> gpuctl.cluster.v1.RevokeIdentityResponse
-	44, // 94: gpuctl.cluster.v1.ClusterService.ListIdentities:output_type -> gpuctl.cluster.v1.ListIdentitiesResponse
-	46, // 95: gpuctl.cluster.v1.ClusterService.Init:output_type -> gpuctl.cluster.v1.InitResponse
-	48, // 96: gpuctl.cluster.v1.ClusterService.Join:output_type -> gpuctl.cluster.v1.JoinResponse
-	56, // 97: gpuctl.cluster.v1.PeerService.Enroll:output_type -> gpuctl.cluster.v1.EnrollResponse
-	58, // 98: gpuctl.cluster.v1.PeerService.Renew:output_type -> gpuctl.cluster.v1.RenewResponse
-	60, // 99: gpuctl.cluster.v1.PeerService.Apply:output_type -> gpuctl.cluster.v1.ApplyResponse
-	62, // 100: gpuctl.cluster.v1.PeerService.ReadIndex:output_type -> gpuctl.cluster.v1.ReadIndexResponse
-	64, // 101: gpuctl.cluster.v1.PeerService.Heartbeat:output_type -> gpuctl.cluster.v1.HeartbeatResponse
-	66, // 102: gpuctl.cluster.v1.PeerService.Facts:output_type -> gpuctl.cluster.v1.FactsResponse
-	20, // 103: gpuctl.cluster.v1.PeerService.CreateClaim:output_type -> gpuctl.cluster.v1.CreateClaimResponse
-	50, // 104: gpuctl.cluster.v1.PeerService.Lend:output_type -> gpuctl.cluster.v1.LendResponse
-	52, // 105: gpuctl.cluster.v1.PeerService.EndLease:output_type -> gpuctl.cluster.v1.EndLeaseResponse
-	54, // 106: gpuctl.cluster.v1.PeerService.Echo:output_type -> gpuctl.cluster.v1.EchoResponse
-	75, // [75:107] is the sub-list for method output_type
-	43, // [43:75] is the sub-list for method input_type
+	53, // 74: gpuctl.cluster.v1.PeerService.AllowFetch:input_type -> gpuctl.cluster.v1.AllowFetchRequest
+	55, // 75: gpuctl.cluster.v1.PeerService.EndFetch:input_type -> gpuctl.cluster.v1.EndFetchRequest
+	57, // 76: gpuctl.cluster.v1.PeerService.Fetch:input_type -> gpuctl.cluster.v1.FetchRequest
+	59, // 77: gpuctl.cluster.v1.PeerService.Echo:input_type -> gpuctl.cluster.v1.EchoRequest
+	1,  // 78: gpuctl.cluster.v1.ClusterService.List:output_type -> gpuctl.cluster.v1.ListResponse
+	3,  // 79: gpuctl.cluster.v1.ClusterService.Watch:output_type -> gpuctl.cluster.v1.WatchResponse
+	5,  // 80: gpuctl.cluster.v1.ClusterService.Describe:output_type -> gpuctl.cluster.v1.DescribeResponse
+	76, // 81: gpuctl.cluster.v1.ClusterService.Events:output_type -> gpuctl.cluster.v1.Event
+	8,  // 82: gpuctl.cluster.v1.ClusterService.Top:output_type -> gpuctl.cluster.v1.TopResponse
+	13, // 83: gpuctl.cluster.v1.ClusterService.Status:output_type -> gpuctl.cluster.v1.StatusResponse
+	16, // 84: gpuctl.cluster.v1.ClusterService.Place:output_type -> gpuctl.cluster.v1.PlaceResponse
+	20, // 85: gpuctl.cluster.v1.ClusterService.CreateClaim:output_type -> gpuctl.cluster.v1.CreateClaimResponse
+	22, // 86: gpuctl.cluster.v1.ClusterService.DeleteClaim:output_type -> gpuctl.cluster.v1.DeleteClaimResponse
+	24, // 87: gpuctl.cluster.v1.ClusterService.SetDrain:output_type -> gpuctl.cluster.v1.SetDrainResponse
+	26, // 88: gpuctl.cluster.v1.ClusterService.SetCordon:output_type -> gpuctl.cluster.v1.SetCordonResponse
+	28, // 89: gpuctl.cluster.v1.ClusterService.SetLabels:output_type -> gpuctl.cluster.v1.SetLabelsResponse
+	30, // 90: gpuctl.cluster.v1.ClusterService.SetRank:output_type -> gpuctl.cluster.v1.SetRankResponse
+	32, // 91: gpuctl.cluster.v1.ClusterService.SetQueue:output_type -> gpuctl.cluster.v1.SetQueueResponse
+	34, // 92: gpuctl.cluster.v1.ClusterService.CreateToken:output_type -> gpuctl.cluster.v1.CreateTokenResponse
+	36, // 93: gpuctl.cluster.v1.ClusterService.ListTokens:output_type -> gpuctl.cluster.v1.ListTokensResponse
+	38, // 94: gpuctl.cluster.v1.ClusterService.DeleteToken:output_type -> gpuctl.cluster.v1.DeleteTokenResponse
+	40, // 95: gpuctl.cluster.v1.ClusterService.RemoveHost:output_type -> gpuctl.cluster.v1.RemoveHostResponse
+	42, // 96: gpuctl.cluster.v1.ClusterService.RevokeIdentity:output_type -> gpuctl.cluster.v1.RevokeIdentityResponse
+	44, // 97: gpuctl.cluster.v1.ClusterService.ListIdentities:output_type -> gpuctl.cluster.v1.ListIdentitiesResponse
+	46, // 98: gpuctl.cluster.v1.ClusterService.Init:output_type -> gpuctl.cluster.v1.InitResponse
+	48, // 99: gpuctl.cluster.v1.ClusterService.Join:output_type -> gpuctl.cluster.v1.JoinResponse
+	62, // 100: gpuctl.cluster.v1.PeerService.Enroll:output_type -> gpuctl.cluster.v1.EnrollResponse
+	64, // 101: gpuctl.cluster.v1.PeerService.Renew:output_type -> gpuctl.cluster.v1.RenewResponse
+	66, // 102: gpuctl.cluster.v1.PeerService.Apply:output_type -> gpuctl.cluster.v1.ApplyResponse
+	68, // 103: gpuctl.cluster.v1.PeerService.ReadIndex:output_type -> gpuctl.cluster.v1.ReadIndexResponse
+	70, // 104: gpuctl.cluster.v1.PeerService.Heartbeat:output_type -> gpuctl.cluster.v1.HeartbeatResponse
+	72, // 105: gpuctl.cluster.v1.PeerService.Facts:output_type -> gpuctl.cluster.v1.FactsResponse
+	20, // 106: gpuctl.cluster.v1.PeerService.CreateClaim:output_type -> gpuctl.cluster.v1.CreateClaimResponse
+	50, // 107: gpuctl.cluster.v1.PeerService.Lend:output_type -> gpuctl.cluster.v1.LendResponse
+	52, // 108: gpuctl.cluster.v1.PeerService.EndLease:output_type -> gpuctl.cluster.v1.EndLeaseResponse
+	54, // 109: gpuctl.cluster.v1.PeerService.AllowFetch:output_type -> gpuctl.cluster.v1.AllowFetchResponse
+	56, // 110: gpuctl.cluster.v1.PeerService.EndFetch:output_type -> gpuctl.cluster.v1.EndFetchResponse
+	58, // 111: gpuctl.cluster.v1.PeerService.Fetch:output_type -> gpuctl.cluster.v1.FetchResponse
+	60, // 112: gpuctl.cluster.v1.PeerService.Echo:output_type -> gpuctl.cluster.v1.EchoResponse
+	78, // [78:113] is the sub-list for method output_type
+	43, // [43:78] is the sub-list for method input_type
 	43, // [43:43] is the sub-list for extension type_name
 	43, // [43:43] is the sub-list for extension extendee
 	0,  // [0:43] is the sub-list for field type_name
@@ -4504,7 +4841,7 @@ func file_gpuctl_cluster_v1_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_cluster_v1_service_proto_rawDesc), len(file_gpuctl_cluster_v1_service_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   68,
+			NumMessages:   74,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

@@ -1004,9 +1004,11 @@ type GPU struct {
 	FreeMemory     uint64                 `protobuf:"varint,24,opt,name=free_memory,json=freeMemory,proto3" json:"free_memory,omitempty"` // derived: bytes that a claim with a memory need can get; 0 unless usable
 	Free           bool                   `protobuf:"varint,25,opt,name=free,proto3" json:"free,omitempty"`                               // derived: no claim has any part of it
 	Revision       uint64                 `protobuf:"varint,26,opt,name=revision,proto3" json:"revision,omitempty"`
-	RuntimeKey     string                 `protobuf:"bytes,27,opt,name=runtime_key,json=runtimeKey,proto3" json:"runtime_key,omitempty"` // the same for all GPUs that one executor can use together; empty: none
-	Kinds          []string               `protobuf:"bytes,28,rep,name=kinds,proto3" json:"kinds,omitempty"`                             // ways in which it is given away: passthrough, slice, remote, mediated
-	Engines        []string               `protobuf:"bytes,40,rep,name=engines,proto3" json:"engines,omitempty"`                         // engines of sessions that can use it: portable, driver
+	RuntimeKey     string                 `protobuf:"bytes,27,opt,name=runtime_key,json=runtimeKey,proto3" json:"runtime_key,omitempty"`          // the same for all GPUs that one executor can use together; empty: none
+	Kinds          []string               `protobuf:"bytes,28,rep,name=kinds,proto3" json:"kinds,omitempty"`                                      // ways in which it is given away: passthrough, slice, remote, mediated
+	Engines        []string               `protobuf:"bytes,40,rep,name=engines,proto3" json:"engines,omitempty"`                                  // engines of sessions that can use it: portable, driver
+	Server         string                 `protobuf:"bytes,80,opt,name=server,proto3" json:"server,omitempty"`                                    // service VM that owns it; empty: its host does. It is for sessions of other hosts and of VMs only
+	LendAddresses  []string               `protobuf:"bytes,81,rep,name=lend_addresses,json=lendAddresses,proto3" json:"lend_addresses,omitempty"` // HOST:PORT at which carriers reach the service VM
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -1240,6 +1242,20 @@ func (x *GPU) GetKinds() []string {
 func (x *GPU) GetEngines() []string {
 	if x != nil {
 		return x.Engines
+	}
+	return nil
+}
+
+func (x *GPU) GetServer() string {
+	if x != nil {
+		return x.Server
+	}
+	return ""
+}
+
+func (x *GPU) GetLendAddresses() []string {
+	if x != nil {
+		return x.LendAddresses
 	}
 	return nil
 }
@@ -2297,8 +2313,20 @@ type MachineMove struct {
 	Twice           bool                   `protobuf:"varint,23,opt,name=twice,proto3" json:"twice,omitempty"`                                              // the VM was found running on both hosts: nothing more is done
 	Paused          bool                   `protobuf:"varint,24,opt,name=paused,proto3" json:"paused,omitempty"`                                            // the copy on sent_to was paused because of that
 	FreezeTimeoutMs int64                  `protobuf:"varint,25,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"` // 0: default
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	Parts           []string               `protobuf:"bytes,30,rep,name=parts,proto3" json:"parts,omitempty"`                                               // mediated GPUs (ids) of which the VM has parts that move with it
+	// The remote GPU (id) on which the VM's sessions compute while it moves (protocol 5);
+	// empty: they are frozen.
+	FarGpu   string `protobuf:"bytes,26,opt,name=far_gpu,json=farGpu,proto3" json:"far_gpu,omitempty"`
+	FarClaim string `protobuf:"bytes,27,opt,name=far_claim,json=farClaim,proto3" json:"far_claim,omitempty"` // the VM's claim of it
+	Live     bool   `protobuf:"varint,28,opt,name=live,proto3" json:"live,omitempty"`                        // an operator wants it so: without far_gpu it does not move
+	Wait     bool   `protobuf:"varint,29,opt,name=wait,proto3" json:"wait,omitempty"`                        // it is held before its card is attached, until an operator resumes or aborts it
+	// Those in sessions that were lost on the way. Beyond the first 100 they have no more than
+	// an id.
+	Lost          []*v1.LostSession `protobuf:"bytes,60,rep,name=lost,proto3" json:"lost,omitempty"`
+	LostUnknown   string            `protobuf:"bytes,61,opt,name=lost_unknown,json=lostUnknown,proto3" json:"lost_unknown,omitempty"` // why the VM could not be asked for them at last; empty: it could
+	KeptOn        string            `protobuf:"bytes,80,opt,name=kept_on,json=keptOn,proto3" json:"kept_on,omitempty"`                // host with a copy that libvirt does not let go on: nothing more is done; empty: none
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *MachineMove) Reset() {
@@ -2506,6 +2534,62 @@ func (x *MachineMove) GetFreezeTimeoutMs() int64 {
 	return 0
 }
 
+func (x *MachineMove) GetParts() []string {
+	if x != nil {
+		return x.Parts
+	}
+	return nil
+}
+
+func (x *MachineMove) GetFarGpu() string {
+	if x != nil {
+		return x.FarGpu
+	}
+	return ""
+}
+
+func (x *MachineMove) GetFarClaim() string {
+	if x != nil {
+		return x.FarClaim
+	}
+	return ""
+}
+
+func (x *MachineMove) GetLive() bool {
+	if x != nil {
+		return x.Live
+	}
+	return false
+}
+
+func (x *MachineMove) GetWait() bool {
+	if x != nil {
+		return x.Wait
+	}
+	return false
+}
+
+func (x *MachineMove) GetLost() []*v1.LostSession {
+	if x != nil {
+		return x.Lost
+	}
+	return nil
+}
+
+func (x *MachineMove) GetLostUnknown() string {
+	if x != nil {
+		return x.LostUnknown
+	}
+	return ""
+}
+
+func (x *MachineMove) GetKeptOn() string {
+	if x != nil {
+		return x.KeptOn
+	}
+	return ""
+}
+
 // MigrationStep is a step of a migration that was begun.
 type MigrationStep struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -2515,6 +2599,7 @@ type MigrationStep struct {
 	Bytes         uint64                 `protobuf:"varint,4,opt,name=bytes,proto3" json:"bytes,omitempty"`
 	Undo          bool                   `protobuf:"varint,5,opt,name=undo,proto3" json:"undo,omitempty"` // it is the step's undo
 	Error         string                 `protobuf:"bytes,6,opt,name=error,proto3" json:"error,omitempty"`
+	StoppedNs     int64                  `protobuf:"varint,7,opt,name=stopped_ns,json=stoppedNs,proto3" json:"stopped_ns,omitempty"` // longest downtime of a session in a swap or home
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2589,6 +2674,13 @@ func (x *MigrationStep) GetError() string {
 		return x.Error
 	}
 	return ""
+}
+
+func (x *MigrationStep) GetStoppedNs() int64 {
+	if x != nil {
+		return x.StoppedNs
+	}
+	return 0
 }
 
 // Link is what hosts have measured of the network from one host to another
@@ -3772,7 +3864,7 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\x05speed\x18\x03 \x01(\x04R\x05speed\x12\x10\n" +
 	"\x03mtu\x18\x04 \x01(\rR\x03mtu\x12\x1b\n" +
 	"\tnuma_node\x18\x05 \x01(\x05R\bnumaNode\x12\x10\n" +
-	"\x03ips\x18\x06 \x03(\tR\x03ips\"\xef\x06\n" +
+	"\x03ips\x18\x06 \x03(\tR\x03ips\"\xae\a\n" +
 	"\x03GPU\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04host\x18\x02 \x01(\tR\x04host\x12\x12\n" +
@@ -3807,7 +3899,9 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\vruntime_key\x18\x1b \x01(\tR\n" +
 	"runtimeKey\x12\x14\n" +
 	"\x05kinds\x18\x1c \x03(\tR\x05kinds\x12\x18\n" +
-	"\aengines\x18( \x03(\tR\aengines\"/\n" +
+	"\aengines\x18( \x03(\tR\aengines\x12\x16\n" +
+	"\x06server\x18P \x01(\tR\x06server\x12%\n" +
+	"\x0elend_addresses\x18Q \x03(\tR\rlendAddresses\"/\n" +
 	"\aProcess\x12\x10\n" +
 	"\x03pid\x18\x01 \x01(\rR\x03pid\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"p\n" +
@@ -3922,7 +4016,7 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\x05token\x18\x10 \x01(\x04R\x05token\x12\x1a\n" +
 	"\brevision\x18\x11 \x01(\x04R\brevision\x128\n" +
 	"\amachine\x18\x12 \x01(\v2\x1e.gpuctl.cluster.v1.MachineMoveR\amachine\x126\n" +
-	"\x05steps\x18\x13 \x03(\v2 .gpuctl.cluster.v1.MigrationStepR\x05steps\"\xc4\x05\n" +
+	"\x05steps\x18\x13 \x03(\v2 .gpuctl.cluster.v1.MigrationStepR\x05steps\"\xa0\a\n" +
 	"\vMachineMove\x12\x12\n" +
 	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x1b\n" +
@@ -3953,14 +4047,24 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\tabsent_on\x18\x16 \x03(\tR\babsentOn\x12\x14\n" +
 	"\x05twice\x18\x17 \x01(\bR\x05twice\x12\x16\n" +
 	"\x06paused\x18\x18 \x01(\bR\x06paused\x12*\n" +
-	"\x11freeze_timeout_ms\x18\x19 \x01(\x03R\x0ffreezeTimeoutMs\"\xa4\x01\n" +
+	"\x11freeze_timeout_ms\x18\x19 \x01(\x03R\x0ffreezeTimeoutMs\x12\x14\n" +
+	"\x05parts\x18\x1e \x03(\tR\x05parts\x12\x17\n" +
+	"\afar_gpu\x18\x1a \x01(\tR\x06farGpu\x12\x1b\n" +
+	"\tfar_claim\x18\x1b \x01(\tR\bfarClaim\x12\x12\n" +
+	"\x04live\x18\x1c \x01(\bR\x04live\x12\x12\n" +
+	"\x04wait\x18\x1d \x01(\bR\x04wait\x12*\n" +
+	"\x04lost\x18< \x03(\v2\x16.gpuctl.v1.LostSessionR\x04lost\x12!\n" +
+	"\flost_unknown\x18= \x01(\tR\vlostUnknown\x12\x17\n" +
+	"\akept_on\x18P \x01(\tR\x06keptOn\"\xc3\x01\n" +
 	"\rMigrationStep\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12&\n" +
 	"\x0fstarted_unix_ns\x18\x02 \x01(\x03R\rstartedUnixNs\x12\x17\n" +
 	"\atook_ns\x18\x03 \x01(\x03R\x06tookNs\x12\x14\n" +
 	"\x05bytes\x18\x04 \x01(\x04R\x05bytes\x12\x12\n" +
 	"\x04undo\x18\x05 \x01(\bR\x04undo\x12\x14\n" +
-	"\x05error\x18\x06 \x01(\tR\x05error\"\xcb\x03\n" +
+	"\x05error\x18\x06 \x01(\tR\x05error\x12\x1d\n" +
+	"\n" +
+	"stopped_ns\x18\a \x01(\x03R\tstoppedNs\"\xcb\x03\n" +
 	"\x04Link\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04from\x18\x02 \x01(\tR\x04from\x12\x0e\n" +
@@ -4195,6 +4299,7 @@ var file_gpuctl_cluster_v1_state_proto_goTypes = []any{
 	(*v1.Limits)(nil),        // 37: gpuctl.v1.Limits
 	(*v1.VirtualDevice)(nil), // 38: gpuctl.v1.VirtualDevice
 	(v1.SessionState)(0),     // 39: gpuctl.v1.SessionState
+	(*v1.LostSession)(nil),   // 40: gpuctl.v1.LostSession
 }
 var file_gpuctl_cluster_v1_state_proto_depIdxs = []int32{
 	13, // 0: gpuctl.cluster.v1.Host.nics:type_name -> gpuctl.cluster.v1.NIC
@@ -4219,32 +4324,33 @@ var file_gpuctl_cluster_v1_state_proto_depIdxs = []int32{
 	10, // 19: gpuctl.cluster.v1.Migration.state:type_name -> gpuctl.cluster.v1.MigrationState
 	23, // 20: gpuctl.cluster.v1.Migration.machine:type_name -> gpuctl.cluster.v1.MachineMove
 	24, // 21: gpuctl.cluster.v1.Migration.steps:type_name -> gpuctl.cluster.v1.MigrationStep
-	11, // 22: gpuctl.cluster.v1.Identity.role:type_name -> gpuctl.cluster.v1.Role
-	11, // 23: gpuctl.cluster.v1.JoinToken.role:type_name -> gpuctl.cluster.v1.Role
-	0,  // 24: gpuctl.cluster.v1.Event.kind:type_name -> gpuctl.cluster.v1.Kind
-	12, // 25: gpuctl.cluster.v1.Object.host:type_name -> gpuctl.cluster.v1.Host
-	14, // 26: gpuctl.cluster.v1.Object.gpu:type_name -> gpuctl.cluster.v1.GPU
-	17, // 27: gpuctl.cluster.v1.Object.model:type_name -> gpuctl.cluster.v1.Model
-	18, // 28: gpuctl.cluster.v1.Object.vgpu:type_name -> gpuctl.cluster.v1.VGPU
-	19, // 29: gpuctl.cluster.v1.Object.claim:type_name -> gpuctl.cluster.v1.Claim
-	20, // 30: gpuctl.cluster.v1.Object.assignment:type_name -> gpuctl.cluster.v1.Assignment
-	21, // 31: gpuctl.cluster.v1.Object.session:type_name -> gpuctl.cluster.v1.Session
-	22, // 32: gpuctl.cluster.v1.Object.migration:type_name -> gpuctl.cluster.v1.Migration
-	26, // 33: gpuctl.cluster.v1.Object.reservation:type_name -> gpuctl.cluster.v1.Reservation
-	25, // 34: gpuctl.cluster.v1.Object.link:type_name -> gpuctl.cluster.v1.Link
-	32, // 35: gpuctl.cluster.v1.SnapshotRecord.header:type_name -> gpuctl.cluster.v1.SnapshotHeader
-	30, // 36: gpuctl.cluster.v1.SnapshotRecord.object:type_name -> gpuctl.cluster.v1.Object
-	27, // 37: gpuctl.cluster.v1.SnapshotRecord.identity:type_name -> gpuctl.cluster.v1.Identity
-	28, // 38: gpuctl.cluster.v1.SnapshotRecord.join_token:type_name -> gpuctl.cluster.v1.JoinToken
-	29, // 39: gpuctl.cluster.v1.SnapshotRecord.event:type_name -> gpuctl.cluster.v1.Event
-	34, // 40: gpuctl.cluster.v1.SnapshotRecord.recent:type_name -> gpuctl.cluster.v1.RecentCommand
-	33, // 41: gpuctl.cluster.v1.SnapshotRecord.trailer:type_name -> gpuctl.cluster.v1.SnapshotTrailer
-	8,  // 42: gpuctl.cluster.v1.SnapshotHeader.queue:type_name -> gpuctl.cluster.v1.QueuePolicy
-	43, // [43:43] is the sub-list for method output_type
-	43, // [43:43] is the sub-list for method input_type
-	43, // [43:43] is the sub-list for extension type_name
-	43, // [43:43] is the sub-list for extension extendee
-	0,  // [0:43] is the sub-list for field type_name
+	40, // 22: gpuctl.cluster.v1.MachineMove.lost:type_name -> gpuctl.v1.LostSession
+	11, // 23: gpuctl.cluster.v1.Identity.role:type_name -> gpuctl.cluster.v1.Role
+	11, // 24: gpuctl.cluster.v1.JoinToken.role:type_name -> gpuctl.cluster.v1.Role
+	0,  // 25: gpuctl.cluster.v1.Event.kind:type_name -> gpuctl.cluster.v1.Kind
+	12, // 26: gpuctl.cluster.v1.Object.host:type_name -> gpuctl.cluster.v1.Host
+	14, // 27: gpuctl.cluster.v1.Object.gpu:type_name -> gpuctl.cluster.v1.GPU
+	17, // 28: gpuctl.cluster.v1.Object.model:type_name -> gpuctl.cluster.v1.Model
+	18, // 29: gpuctl.cluster.v1.Object.vgpu:type_name -> gpuctl.cluster.v1.VGPU
+	19, // 30: gpuctl.cluster.v1.Object.claim:type_name -> gpuctl.cluster.v1.Claim
+	20, // 31: gpuctl.cluster.v1.Object.assignment:type_name -> gpuctl.cluster.v1.Assignment
+	21, // 32: gpuctl.cluster.v1.Object.session:type_name -> gpuctl.cluster.v1.Session
+	22, // 33: gpuctl.cluster.v1.Object.migration:type_name -> gpuctl.cluster.v1.Migration
+	26, // 34: gpuctl.cluster.v1.Object.reservation:type_name -> gpuctl.cluster.v1.Reservation
+	25, // 35: gpuctl.cluster.v1.Object.link:type_name -> gpuctl.cluster.v1.Link
+	32, // 36: gpuctl.cluster.v1.SnapshotRecord.header:type_name -> gpuctl.cluster.v1.SnapshotHeader
+	30, // 37: gpuctl.cluster.v1.SnapshotRecord.object:type_name -> gpuctl.cluster.v1.Object
+	27, // 38: gpuctl.cluster.v1.SnapshotRecord.identity:type_name -> gpuctl.cluster.v1.Identity
+	28, // 39: gpuctl.cluster.v1.SnapshotRecord.join_token:type_name -> gpuctl.cluster.v1.JoinToken
+	29, // 40: gpuctl.cluster.v1.SnapshotRecord.event:type_name -> gpuctl.cluster.v1.Event
+	34, // 41: gpuctl.cluster.v1.SnapshotRecord.recent:type_name -> gpuctl.cluster.v1.RecentCommand
+	33, // 42: gpuctl.cluster.v1.SnapshotRecord.trailer:type_name -> gpuctl.cluster.v1.SnapshotTrailer
+	8,  // 43: gpuctl.cluster.v1.SnapshotHeader.queue:type_name -> gpuctl.cluster.v1.QueuePolicy
+	44, // [44:44] is the sub-list for method output_type
+	44, // [44:44] is the sub-list for method input_type
+	44, // [44:44] is the sub-list for extension type_name
+	44, // [44:44] is the sub-list for extension extendee
+	0,  // [0:44] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_cluster_v1_state_proto_init() }

@@ -51,6 +51,12 @@ const (
 	AgentServiceExpectProcedure = "/gpuctl.v1.AgentService/Expect"
 	// AgentServiceOpenBulkProcedure is the fully-qualified name of the AgentService's OpenBulk RPC.
 	AgentServiceOpenBulkProcedure = "/gpuctl.v1.AgentService/OpenBulk"
+	// AgentServiceReachProcedure is the fully-qualified name of the AgentService's Reach RPC.
+	AgentServiceReachProcedure = "/gpuctl.v1.AgentService/Reach"
+	// AgentServiceBorrowProcedure is the fully-qualified name of the AgentService's Borrow RPC.
+	AgentServiceBorrowProcedure = "/gpuctl.v1.AgentService/Borrow"
+	// AgentServiceGrantProcedure is the fully-qualified name of the AgentService's Grant RPC.
+	AgentServiceGrantProcedure = "/gpuctl.v1.AgentService/Grant"
 )
 
 // AgentServiceClient is a client for the gpuctl.v1.AgentService service.
@@ -81,6 +87,16 @@ type AgentServiceClient interface {
 	// channel, to the same services. It ends with the connection, or if the host
 	// does not connect soon. FAILED_PRECONDITION if the VM has no vchan.
 	OpenBulk(context.Context, *connect.Request[v1.OpenBulkRequest]) (*connect.Response[v1.OpenBulkResponse], error)
+	// Reach connects to addresses over the VM's network, and closes the connections: whether
+	// carriers in the VM would reach far executors there (protocol 3).
+	Reach(context.Context, *connect.Request[v1.ReachRequest]) (*connect.Response[v1.ReachResponse], error)
+	// Borrow tells the VM of the GPU that a host lends to it, which it has as long as the
+	// stream lasts: new sessions start there, unless a card of the VM's own is ready. It
+	// streams all sessions that wait for a lease, first those that do so now, then at each
+	// change. A call ends the one before it (protocol 4).
+	Borrow(context.Context, *connect.Request[v1.BorrowRequest]) (*connect.ServerStreamForClient[v1.BorrowResponse], error)
+	// Grant answers a session that waits for a lease (protocol 4).
+	Grant(context.Context, *connect.Request[v1.GrantRequest]) (*connect.Response[v1.GrantResponse], error)
 }
 
 // NewAgentServiceClient constructs a client for the gpuctl.v1.AgentService service. By default, it
@@ -142,6 +158,24 @@ func NewAgentServiceClient(httpClient connect.HTTPClient, baseURL string, opts .
 			connect.WithSchema(agentServiceMethods.ByName("OpenBulk")),
 			connect.WithClientOptions(opts...),
 		),
+		reach: connect.NewClient[v1.ReachRequest, v1.ReachResponse](
+			httpClient,
+			baseURL+AgentServiceReachProcedure,
+			connect.WithSchema(agentServiceMethods.ByName("Reach")),
+			connect.WithClientOptions(opts...),
+		),
+		borrow: connect.NewClient[v1.BorrowRequest, v1.BorrowResponse](
+			httpClient,
+			baseURL+AgentServiceBorrowProcedure,
+			connect.WithSchema(agentServiceMethods.ByName("Borrow")),
+			connect.WithClientOptions(opts...),
+		),
+		grant: connect.NewClient[v1.GrantRequest, v1.GrantResponse](
+			httpClient,
+			baseURL+AgentServiceGrantProcedure,
+			connect.WithSchema(agentServiceMethods.ByName("Grant")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -155,6 +189,9 @@ type agentServiceClient struct {
 	serves       *connect.Client[v1.ServesRequest, v1.ServesResponse]
 	expect       *connect.Client[v1.ExpectRequest, v1.ExpectResponse]
 	openBulk     *connect.Client[v1.OpenBulkRequest, v1.OpenBulkResponse]
+	reach        *connect.Client[v1.ReachRequest, v1.ReachResponse]
+	borrow       *connect.Client[v1.BorrowRequest, v1.BorrowResponse]
+	grant        *connect.Client[v1.GrantRequest, v1.GrantResponse]
 }
 
 // Hello calls gpuctl.v1.AgentService.Hello.
@@ -197,6 +234,21 @@ func (c *agentServiceClient) OpenBulk(ctx context.Context, req *connect.Request[
 	return c.openBulk.CallUnary(ctx, req)
 }
 
+// Reach calls gpuctl.v1.AgentService.Reach.
+func (c *agentServiceClient) Reach(ctx context.Context, req *connect.Request[v1.ReachRequest]) (*connect.Response[v1.ReachResponse], error) {
+	return c.reach.CallUnary(ctx, req)
+}
+
+// Borrow calls gpuctl.v1.AgentService.Borrow.
+func (c *agentServiceClient) Borrow(ctx context.Context, req *connect.Request[v1.BorrowRequest]) (*connect.ServerStreamForClient[v1.BorrowResponse], error) {
+	return c.borrow.CallServerStream(ctx, req)
+}
+
+// Grant calls gpuctl.v1.AgentService.Grant.
+func (c *agentServiceClient) Grant(ctx context.Context, req *connect.Request[v1.GrantRequest]) (*connect.Response[v1.GrantResponse], error) {
+	return c.grant.CallUnary(ctx, req)
+}
+
 // AgentServiceHandler is an implementation of the gpuctl.v1.AgentService service.
 type AgentServiceHandler interface {
 	// Hello returns what runs in the VM.
@@ -225,6 +277,16 @@ type AgentServiceHandler interface {
 	// channel, to the same services. It ends with the connection, or if the host
 	// does not connect soon. FAILED_PRECONDITION if the VM has no vchan.
 	OpenBulk(context.Context, *connect.Request[v1.OpenBulkRequest]) (*connect.Response[v1.OpenBulkResponse], error)
+	// Reach connects to addresses over the VM's network, and closes the connections: whether
+	// carriers in the VM would reach far executors there (protocol 3).
+	Reach(context.Context, *connect.Request[v1.ReachRequest]) (*connect.Response[v1.ReachResponse], error)
+	// Borrow tells the VM of the GPU that a host lends to it, which it has as long as the
+	// stream lasts: new sessions start there, unless a card of the VM's own is ready. It
+	// streams all sessions that wait for a lease, first those that do so now, then at each
+	// change. A call ends the one before it (protocol 4).
+	Borrow(context.Context, *connect.Request[v1.BorrowRequest], *connect.ServerStream[v1.BorrowResponse]) error
+	// Grant answers a session that waits for a lease (protocol 4).
+	Grant(context.Context, *connect.Request[v1.GrantRequest]) (*connect.Response[v1.GrantResponse], error)
 }
 
 // NewAgentServiceHandler builds an HTTP handler from the service implementation. It returns the
@@ -282,6 +344,24 @@ func NewAgentServiceHandler(svc AgentServiceHandler, opts ...connect.HandlerOpti
 		connect.WithSchema(agentServiceMethods.ByName("OpenBulk")),
 		connect.WithHandlerOptions(opts...),
 	)
+	agentServiceReachHandler := connect.NewUnaryHandler(
+		AgentServiceReachProcedure,
+		svc.Reach,
+		connect.WithSchema(agentServiceMethods.ByName("Reach")),
+		connect.WithHandlerOptions(opts...),
+	)
+	agentServiceBorrowHandler := connect.NewServerStreamHandler(
+		AgentServiceBorrowProcedure,
+		svc.Borrow,
+		connect.WithSchema(agentServiceMethods.ByName("Borrow")),
+		connect.WithHandlerOptions(opts...),
+	)
+	agentServiceGrantHandler := connect.NewUnaryHandler(
+		AgentServiceGrantProcedure,
+		svc.Grant,
+		connect.WithSchema(agentServiceMethods.ByName("Grant")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/gpuctl.v1.AgentService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case AgentServiceHelloProcedure:
@@ -300,6 +380,12 @@ func NewAgentServiceHandler(svc AgentServiceHandler, opts ...connect.HandlerOpti
 			agentServiceExpectHandler.ServeHTTP(w, r)
 		case AgentServiceOpenBulkProcedure:
 			agentServiceOpenBulkHandler.ServeHTTP(w, r)
+		case AgentServiceReachProcedure:
+			agentServiceReachHandler.ServeHTTP(w, r)
+		case AgentServiceBorrowProcedure:
+			agentServiceBorrowHandler.ServeHTTP(w, r)
+		case AgentServiceGrantProcedure:
+			agentServiceGrantHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -339,4 +425,16 @@ func (UnimplementedAgentServiceHandler) Expect(context.Context, *connect.Request
 
 func (UnimplementedAgentServiceHandler) OpenBulk(context.Context, *connect.Request[v1.OpenBulkRequest]) (*connect.Response[v1.OpenBulkResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.AgentService.OpenBulk is not implemented"))
+}
+
+func (UnimplementedAgentServiceHandler) Reach(context.Context, *connect.Request[v1.ReachRequest]) (*connect.Response[v1.ReachResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.AgentService.Reach is not implemented"))
+}
+
+func (UnimplementedAgentServiceHandler) Borrow(context.Context, *connect.Request[v1.BorrowRequest], *connect.ServerStream[v1.BorrowResponse]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.AgentService.Borrow is not implemented"))
+}
+
+func (UnimplementedAgentServiceHandler) Grant(context.Context, *connect.Request[v1.GrantRequest]) (*connect.Response[v1.GrantResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.AgentService.Grant is not implemented"))
 }

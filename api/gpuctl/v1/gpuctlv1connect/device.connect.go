@@ -46,6 +46,16 @@ const (
 	DeviceServiceDetachProcedure = "/gpuctl.v1.DeviceService/Detach"
 	// DeviceServiceResetProcedure is the fully-qualified name of the DeviceService's Reset RPC.
 	DeviceServiceResetProcedure = "/gpuctl.v1.DeviceService/Reset"
+	// DeviceServiceAttachRemoteProcedure is the fully-qualified name of the DeviceService's
+	// AttachRemote RPC.
+	DeviceServiceAttachRemoteProcedure = "/gpuctl.v1.DeviceService/AttachRemote"
+	// DeviceServiceDetachRemoteProcedure is the fully-qualified name of the DeviceService's
+	// DetachRemote RPC.
+	DeviceServiceDetachRemoteProcedure = "/gpuctl.v1.DeviceService/DetachRemote"
+	// DeviceServiceServeProcedure is the fully-qualified name of the DeviceService's Serve RPC.
+	DeviceServiceServeProcedure = "/gpuctl.v1.DeviceService/Serve"
+	// DeviceServiceEndServeProcedure is the fully-qualified name of the DeviceService's EndServe RPC.
+	DeviceServiceEndServeProcedure = "/gpuctl.v1.DeviceService/EndServe"
 	// DeviceServiceResizeProcedure is the fully-qualified name of the DeviceService's Resize RPC.
 	DeviceServiceResizeProcedure = "/gpuctl.v1.DeviceService/Resize"
 	// DeviceServiceListNICsProcedure is the fully-qualified name of the DeviceService's ListNICs RPC.
@@ -68,6 +78,15 @@ type DeviceServiceClient interface {
 	Attach(context.Context, *connect.Request[v1.AttachRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error)
 	Detach(context.Context, *connect.Request[v1.DetachRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error)
 	Reset(context.Context, *connect.Request[v1.ResetRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error)
+	// AttachRemote lends a GPU of a host to a VM: its sessions compute there over the
+	// VM's network. DetachRemote ends that. They do what was said of Attach.
+	AttachRemote(context.Context, *connect.Request[v1.AttachRemoteRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error)
+	DetachRemote(context.Context, *connect.Request[v1.DetachRemoteRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error)
+	// Serve declares that the cards of a VM are for sessions of other VMs and hosts: it is a
+	// service VM. With a GPU, the VM gets that card first. EndServe ends that. They do what
+	// was said of Attach.
+	Serve(context.Context, *connect.Request[v1.ServeRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error)
+	EndServe(context.Context, *connect.Request[v1.EndServeRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error)
 	// Resize sets the number of a card's virtual functions. None of
 	// them may be in use.
 	Resize(context.Context, *connect.Request[v1.ResizeRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error)
@@ -128,6 +147,30 @@ func NewDeviceServiceClient(httpClient connect.HTTPClient, baseURL string, opts 
 			connect.WithSchema(deviceServiceMethods.ByName("Reset")),
 			connect.WithClientOptions(opts...),
 		),
+		attachRemote: connect.NewClient[v1.AttachRemoteRequest, v1.DeviceUpdate](
+			httpClient,
+			baseURL+DeviceServiceAttachRemoteProcedure,
+			connect.WithSchema(deviceServiceMethods.ByName("AttachRemote")),
+			connect.WithClientOptions(opts...),
+		),
+		detachRemote: connect.NewClient[v1.DetachRemoteRequest, v1.DeviceUpdate](
+			httpClient,
+			baseURL+DeviceServiceDetachRemoteProcedure,
+			connect.WithSchema(deviceServiceMethods.ByName("DetachRemote")),
+			connect.WithClientOptions(opts...),
+		),
+		serve: connect.NewClient[v1.ServeRequest, v1.DeviceUpdate](
+			httpClient,
+			baseURL+DeviceServiceServeProcedure,
+			connect.WithSchema(deviceServiceMethods.ByName("Serve")),
+			connect.WithClientOptions(opts...),
+		),
+		endServe: connect.NewClient[v1.EndServeRequest, v1.DeviceUpdate](
+			httpClient,
+			baseURL+DeviceServiceEndServeProcedure,
+			connect.WithSchema(deviceServiceMethods.ByName("EndServe")),
+			connect.WithClientOptions(opts...),
+		),
 		resize: connect.NewClient[v1.ResizeRequest, v1.DeviceUpdate](
 			httpClient,
 			baseURL+DeviceServiceResizeProcedure,
@@ -163,6 +206,10 @@ type deviceServiceClient struct {
 	attach       *connect.Client[v1.AttachRequest, v1.DeviceUpdate]
 	detach       *connect.Client[v1.DetachRequest, v1.DeviceUpdate]
 	reset        *connect.Client[v1.ResetRequest, v1.DeviceUpdate]
+	attachRemote *connect.Client[v1.AttachRemoteRequest, v1.DeviceUpdate]
+	detachRemote *connect.Client[v1.DetachRemoteRequest, v1.DeviceUpdate]
+	serve        *connect.Client[v1.ServeRequest, v1.DeviceUpdate]
+	endServe     *connect.Client[v1.EndServeRequest, v1.DeviceUpdate]
 	resize       *connect.Client[v1.ResizeRequest, v1.DeviceUpdate]
 	listNICs     *connect.Client[v1.ListNICsRequest, v1.ListNICsResponse]
 	resizeNIC    *connect.Client[v1.ResizeNICRequest, v1.ChangeNICResponse]
@@ -199,6 +246,26 @@ func (c *deviceServiceClient) Reset(ctx context.Context, req *connect.Request[v1
 	return c.reset.CallServerStream(ctx, req)
 }
 
+// AttachRemote calls gpuctl.v1.DeviceService.AttachRemote.
+func (c *deviceServiceClient) AttachRemote(ctx context.Context, req *connect.Request[v1.AttachRemoteRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error) {
+	return c.attachRemote.CallServerStream(ctx, req)
+}
+
+// DetachRemote calls gpuctl.v1.DeviceService.DetachRemote.
+func (c *deviceServiceClient) DetachRemote(ctx context.Context, req *connect.Request[v1.DetachRemoteRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error) {
+	return c.detachRemote.CallServerStream(ctx, req)
+}
+
+// Serve calls gpuctl.v1.DeviceService.Serve.
+func (c *deviceServiceClient) Serve(ctx context.Context, req *connect.Request[v1.ServeRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error) {
+	return c.serve.CallServerStream(ctx, req)
+}
+
+// EndServe calls gpuctl.v1.DeviceService.EndServe.
+func (c *deviceServiceClient) EndServe(ctx context.Context, req *connect.Request[v1.EndServeRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error) {
+	return c.endServe.CallServerStream(ctx, req)
+}
+
 // Resize calls gpuctl.v1.DeviceService.Resize.
 func (c *deviceServiceClient) Resize(ctx context.Context, req *connect.Request[v1.ResizeRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error) {
 	return c.resize.CallServerStream(ctx, req)
@@ -231,6 +298,15 @@ type DeviceServiceHandler interface {
 	Attach(context.Context, *connect.Request[v1.AttachRequest], *connect.ServerStream[v1.DeviceUpdate]) error
 	Detach(context.Context, *connect.Request[v1.DetachRequest], *connect.ServerStream[v1.DeviceUpdate]) error
 	Reset(context.Context, *connect.Request[v1.ResetRequest], *connect.ServerStream[v1.DeviceUpdate]) error
+	// AttachRemote lends a GPU of a host to a VM: its sessions compute there over the
+	// VM's network. DetachRemote ends that. They do what was said of Attach.
+	AttachRemote(context.Context, *connect.Request[v1.AttachRemoteRequest], *connect.ServerStream[v1.DeviceUpdate]) error
+	DetachRemote(context.Context, *connect.Request[v1.DetachRemoteRequest], *connect.ServerStream[v1.DeviceUpdate]) error
+	// Serve declares that the cards of a VM are for sessions of other VMs and hosts: it is a
+	// service VM. With a GPU, the VM gets that card first. EndServe ends that. They do what
+	// was said of Attach.
+	Serve(context.Context, *connect.Request[v1.ServeRequest], *connect.ServerStream[v1.DeviceUpdate]) error
+	EndServe(context.Context, *connect.Request[v1.EndServeRequest], *connect.ServerStream[v1.DeviceUpdate]) error
 	// Resize sets the number of a card's virtual functions. None of
 	// them may be in use.
 	Resize(context.Context, *connect.Request[v1.ResizeRequest], *connect.ServerStream[v1.DeviceUpdate]) error
@@ -287,6 +363,30 @@ func NewDeviceServiceHandler(svc DeviceServiceHandler, opts ...connect.HandlerOp
 		connect.WithSchema(deviceServiceMethods.ByName("Reset")),
 		connect.WithHandlerOptions(opts...),
 	)
+	deviceServiceAttachRemoteHandler := connect.NewServerStreamHandler(
+		DeviceServiceAttachRemoteProcedure,
+		svc.AttachRemote,
+		connect.WithSchema(deviceServiceMethods.ByName("AttachRemote")),
+		connect.WithHandlerOptions(opts...),
+	)
+	deviceServiceDetachRemoteHandler := connect.NewServerStreamHandler(
+		DeviceServiceDetachRemoteProcedure,
+		svc.DetachRemote,
+		connect.WithSchema(deviceServiceMethods.ByName("DetachRemote")),
+		connect.WithHandlerOptions(opts...),
+	)
+	deviceServiceServeHandler := connect.NewServerStreamHandler(
+		DeviceServiceServeProcedure,
+		svc.Serve,
+		connect.WithSchema(deviceServiceMethods.ByName("Serve")),
+		connect.WithHandlerOptions(opts...),
+	)
+	deviceServiceEndServeHandler := connect.NewServerStreamHandler(
+		DeviceServiceEndServeProcedure,
+		svc.EndServe,
+		connect.WithSchema(deviceServiceMethods.ByName("EndServe")),
+		connect.WithHandlerOptions(opts...),
+	)
 	deviceServiceResizeHandler := connect.NewServerStreamHandler(
 		DeviceServiceResizeProcedure,
 		svc.Resize,
@@ -325,6 +425,14 @@ func NewDeviceServiceHandler(svc DeviceServiceHandler, opts ...connect.HandlerOp
 			deviceServiceDetachHandler.ServeHTTP(w, r)
 		case DeviceServiceResetProcedure:
 			deviceServiceResetHandler.ServeHTTP(w, r)
+		case DeviceServiceAttachRemoteProcedure:
+			deviceServiceAttachRemoteHandler.ServeHTTP(w, r)
+		case DeviceServiceDetachRemoteProcedure:
+			deviceServiceDetachRemoteHandler.ServeHTTP(w, r)
+		case DeviceServiceServeProcedure:
+			deviceServiceServeHandler.ServeHTTP(w, r)
+		case DeviceServiceEndServeProcedure:
+			deviceServiceEndServeHandler.ServeHTTP(w, r)
 		case DeviceServiceResizeProcedure:
 			deviceServiceResizeHandler.ServeHTTP(w, r)
 		case DeviceServiceListNICsProcedure:
@@ -364,6 +472,22 @@ func (UnimplementedDeviceServiceHandler) Detach(context.Context, *connect.Reques
 
 func (UnimplementedDeviceServiceHandler) Reset(context.Context, *connect.Request[v1.ResetRequest], *connect.ServerStream[v1.DeviceUpdate]) error {
 	return connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.DeviceService.Reset is not implemented"))
+}
+
+func (UnimplementedDeviceServiceHandler) AttachRemote(context.Context, *connect.Request[v1.AttachRemoteRequest], *connect.ServerStream[v1.DeviceUpdate]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.DeviceService.AttachRemote is not implemented"))
+}
+
+func (UnimplementedDeviceServiceHandler) DetachRemote(context.Context, *connect.Request[v1.DetachRemoteRequest], *connect.ServerStream[v1.DeviceUpdate]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.DeviceService.DetachRemote is not implemented"))
+}
+
+func (UnimplementedDeviceServiceHandler) Serve(context.Context, *connect.Request[v1.ServeRequest], *connect.ServerStream[v1.DeviceUpdate]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.DeviceService.Serve is not implemented"))
+}
+
+func (UnimplementedDeviceServiceHandler) EndServe(context.Context, *connect.Request[v1.EndServeRequest], *connect.ServerStream[v1.DeviceUpdate]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.DeviceService.EndServe is not implemented"))
 }
 
 func (UnimplementedDeviceServiceHandler) Resize(context.Context, *connect.Request[v1.ResizeRequest], *connect.ServerStream[v1.DeviceUpdate]) error {

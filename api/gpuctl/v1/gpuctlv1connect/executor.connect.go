@@ -55,6 +55,9 @@ const (
 	ExecutorServiceSendProcedure = "/gpuctl.v1.ExecutorService/Send"
 	// ExecutorServiceReceiveProcedure is the fully-qualified name of the ExecutorService's Receive RPC.
 	ExecutorServiceReceiveProcedure = "/gpuctl.v1.ExecutorService/Receive"
+	// ExecutorServiceEndFetchProcedure is the fully-qualified name of the ExecutorService's EndFetch
+	// RPC.
+	ExecutorServiceEndFetchProcedure = "/gpuctl.v1.ExecutorService/EndFetch"
 	// ExecutorServiceActivateProcedure is the fully-qualified name of the ExecutorService's Activate
 	// RPC.
 	ExecutorServiceActivateProcedure = "/gpuctl.v1.ExecutorService/Activate"
@@ -92,6 +95,11 @@ type ExecutorServiceClient interface {
 	Send(context.Context, *connect.Request[v1.SendRequest]) (*connect.ServerStreamForClient[v1.StateChunk], error)
 	// Receive reads the contents that Send wrote into a prepared executor.
 	Receive(context.Context) *connect.ClientStreamForClient[v1.StateChunk, v1.ReceiveResponse]
+	// EndFetch ends the connection by which contents come straight from the far
+	// executor of another host. When it has answered, nothing of that connection is
+	// written any more. An executor that has none answers at once. Activate does it,
+	// too.
+	EndFetch(context.Context, *connect.Request[v1.EndFetchRequest]) (*connect.Response[v1.EndFetchResponse], error)
 	// Activate makes the executor serve the session. The ring's owner word must
 	// name the executor already.
 	Activate(context.Context, *connect.Request[v1.ActivateRequest]) (*connect.Response[v1.ActivateResponse], error)
@@ -173,6 +181,12 @@ func NewExecutorServiceClient(httpClient connect.HTTPClient, baseURL string, opt
 			connect.WithSchema(executorServiceMethods.ByName("Receive")),
 			connect.WithClientOptions(opts...),
 		),
+		endFetch: connect.NewClient[v1.EndFetchRequest, v1.EndFetchResponse](
+			httpClient,
+			baseURL+ExecutorServiceEndFetchProcedure,
+			connect.WithSchema(executorServiceMethods.ByName("EndFetch")),
+			connect.WithClientOptions(opts...),
+		),
 		activate: connect.NewClient[v1.ActivateRequest, v1.ActivateResponse](
 			httpClient,
 			baseURL+ExecutorServiceActivateProcedure,
@@ -206,6 +220,7 @@ type executorServiceClient struct {
 	load     *connect.Client[v1.LoadRequest, v1.Progress]
 	send     *connect.Client[v1.SendRequest, v1.StateChunk]
 	receive  *connect.Client[v1.StateChunk, v1.ReceiveResponse]
+	endFetch *connect.Client[v1.EndFetchRequest, v1.EndFetchResponse]
 	activate *connect.Client[v1.ActivateRequest, v1.ActivateResponse]
 	retire   *connect.Client[v1.RetireRequest, v1.RetireResponse]
 	pulse    *connect.Client[v1.PulseRequest, v1.PulseResponse]
@@ -261,6 +276,11 @@ func (c *executorServiceClient) Receive(ctx context.Context) *connect.ClientStre
 	return c.receive.CallClientStream(ctx)
 }
 
+// EndFetch calls gpuctl.v1.ExecutorService.EndFetch.
+func (c *executorServiceClient) EndFetch(ctx context.Context, req *connect.Request[v1.EndFetchRequest]) (*connect.Response[v1.EndFetchResponse], error) {
+	return c.endFetch.CallUnary(ctx, req)
+}
+
 // Activate calls gpuctl.v1.ExecutorService.Activate.
 func (c *executorServiceClient) Activate(ctx context.Context, req *connect.Request[v1.ActivateRequest]) (*connect.Response[v1.ActivateResponse], error) {
 	return c.activate.CallUnary(ctx, req)
@@ -304,6 +324,11 @@ type ExecutorServiceHandler interface {
 	Send(context.Context, *connect.Request[v1.SendRequest], *connect.ServerStream[v1.StateChunk]) error
 	// Receive reads the contents that Send wrote into a prepared executor.
 	Receive(context.Context, *connect.ClientStream[v1.StateChunk]) (*connect.Response[v1.ReceiveResponse], error)
+	// EndFetch ends the connection by which contents come straight from the far
+	// executor of another host. When it has answered, nothing of that connection is
+	// written any more. An executor that has none answers at once. Activate does it,
+	// too.
+	EndFetch(context.Context, *connect.Request[v1.EndFetchRequest]) (*connect.Response[v1.EndFetchResponse], error)
 	// Activate makes the executor serve the session. The ring's owner word must
 	// name the executor already.
 	Activate(context.Context, *connect.Request[v1.ActivateRequest]) (*connect.Response[v1.ActivateResponse], error)
@@ -381,6 +406,12 @@ func NewExecutorServiceHandler(svc ExecutorServiceHandler, opts ...connect.Handl
 		connect.WithSchema(executorServiceMethods.ByName("Receive")),
 		connect.WithHandlerOptions(opts...),
 	)
+	executorServiceEndFetchHandler := connect.NewUnaryHandler(
+		ExecutorServiceEndFetchProcedure,
+		svc.EndFetch,
+		connect.WithSchema(executorServiceMethods.ByName("EndFetch")),
+		connect.WithHandlerOptions(opts...),
+	)
 	executorServiceActivateHandler := connect.NewUnaryHandler(
 		ExecutorServiceActivateProcedure,
 		svc.Activate,
@@ -421,6 +452,8 @@ func NewExecutorServiceHandler(svc ExecutorServiceHandler, opts ...connect.Handl
 			executorServiceSendHandler.ServeHTTP(w, r)
 		case ExecutorServiceReceiveProcedure:
 			executorServiceReceiveHandler.ServeHTTP(w, r)
+		case ExecutorServiceEndFetchProcedure:
+			executorServiceEndFetchHandler.ServeHTTP(w, r)
 		case ExecutorServiceActivateProcedure:
 			executorServiceActivateHandler.ServeHTTP(w, r)
 		case ExecutorServiceRetireProcedure:
@@ -474,6 +507,10 @@ func (UnimplementedExecutorServiceHandler) Send(context.Context, *connect.Reques
 
 func (UnimplementedExecutorServiceHandler) Receive(context.Context, *connect.ClientStream[v1.StateChunk]) (*connect.Response[v1.ReceiveResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.ExecutorService.Receive is not implemented"))
+}
+
+func (UnimplementedExecutorServiceHandler) EndFetch(context.Context, *connect.Request[v1.EndFetchRequest]) (*connect.Response[v1.EndFetchResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.ExecutorService.EndFetch is not implemented"))
 }
 
 func (UnimplementedExecutorServiceHandler) Activate(context.Context, *connect.Request[v1.ActivateRequest]) (*connect.Response[v1.ActivateResponse], error) {

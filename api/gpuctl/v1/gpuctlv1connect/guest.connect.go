@@ -67,6 +67,12 @@ const (
 	GuestServiceEndLeaseProcedure = "/gpuctl.v1.GuestService/EndLease"
 	// GuestServiceListLeasesProcedure is the fully-qualified name of the GuestService's ListLeases RPC.
 	GuestServiceListLeasesProcedure = "/gpuctl.v1.GuestService/ListLeases"
+	// GuestServiceAllowFetchProcedure is the fully-qualified name of the GuestService's AllowFetch RPC.
+	GuestServiceAllowFetchProcedure = "/gpuctl.v1.GuestService/AllowFetch"
+	// GuestServiceEndFetchProcedure is the fully-qualified name of the GuestService's EndFetch RPC.
+	GuestServiceEndFetchProcedure = "/gpuctl.v1.GuestService/EndFetch"
+	// GuestServiceFetchProcedure is the fully-qualified name of the GuestService's Fetch RPC.
+	GuestServiceFetchProcedure = "/gpuctl.v1.GuestService/Fetch"
 	// GuestServiceAdoptProcedure is the fully-qualified name of the GuestService's Adopt RPC.
 	GuestServiceAdoptProcedure = "/gpuctl.v1.GuestService/Adopt"
 )
@@ -109,6 +115,15 @@ type GuestServiceClient interface {
 	// no error.
 	EndLease(context.Context, *connect.Request[v1.EndLeaseRequest]) (*connect.Response[v1.EndLeaseResponse], error)
 	ListLeases(context.Context, *connect.Request[v1.ListLeasesRequest]) (*connect.Response[v1.ListLeasesResponse], error)
+	// AllowFetch lets the far executor of another host fetch the contents of a lease's
+	// session, when the session's carrier asks for it: once, by the key that is named,
+	// within ten minutes. It replaces what was allowed before. EndFetch takes it back.
+	AllowFetch(context.Context, *connect.Request[v1.AllowFetchRequest]) (*connect.Response[v1.AllowFetchResponse], error)
+	EndFetch(context.Context, *connect.Request[v1.EndFetchOfLeaseRequest]) (*connect.Response[v1.EndFetchOfLeaseResponse], error)
+	// Fetch connects the far executor of a lease to that of another host, from which
+	// it then gets the contents of its session. gpuguest connects: far executors have no
+	// network. The connection ends with the swap.
+	Fetch(context.Context, *connect.Request[v1.FetchRequest]) (*connect.Response[v1.FetchResponse], error)
 	// Adopt makes sessions of processes that use CUDA and run already. A process that
 	// can't be one is refused with the reasons, and is not touched.
 	Adopt(context.Context, *connect.Request[v1.AdoptRequest]) (*connect.Response[v1.AdoptResponse], error)
@@ -221,6 +236,24 @@ func NewGuestServiceClient(httpClient connect.HTTPClient, baseURL string, opts .
 			connect.WithSchema(guestServiceMethods.ByName("ListLeases")),
 			connect.WithClientOptions(opts...),
 		),
+		allowFetch: connect.NewClient[v1.AllowFetchRequest, v1.AllowFetchResponse](
+			httpClient,
+			baseURL+GuestServiceAllowFetchProcedure,
+			connect.WithSchema(guestServiceMethods.ByName("AllowFetch")),
+			connect.WithClientOptions(opts...),
+		),
+		endFetch: connect.NewClient[v1.EndFetchOfLeaseRequest, v1.EndFetchOfLeaseResponse](
+			httpClient,
+			baseURL+GuestServiceEndFetchProcedure,
+			connect.WithSchema(guestServiceMethods.ByName("EndFetch")),
+			connect.WithClientOptions(opts...),
+		),
+		fetch: connect.NewClient[v1.FetchRequest, v1.FetchResponse](
+			httpClient,
+			baseURL+GuestServiceFetchProcedure,
+			connect.WithSchema(guestServiceMethods.ByName("Fetch")),
+			connect.WithClientOptions(opts...),
+		),
 		adopt: connect.NewClient[v1.AdoptRequest, v1.AdoptResponse](
 			httpClient,
 			baseURL+GuestServiceAdoptProcedure,
@@ -248,6 +281,9 @@ type guestServiceClient struct {
 	lend          *connect.Client[v1.LendRequest, v1.LendResponse]
 	endLease      *connect.Client[v1.EndLeaseRequest, v1.EndLeaseResponse]
 	listLeases    *connect.Client[v1.ListLeasesRequest, v1.ListLeasesResponse]
+	allowFetch    *connect.Client[v1.AllowFetchRequest, v1.AllowFetchResponse]
+	endFetch      *connect.Client[v1.EndFetchOfLeaseRequest, v1.EndFetchOfLeaseResponse]
+	fetch         *connect.Client[v1.FetchRequest, v1.FetchResponse]
 	adopt         *connect.Client[v1.AdoptRequest, v1.AdoptResponse]
 }
 
@@ -331,6 +367,21 @@ func (c *guestServiceClient) ListLeases(ctx context.Context, req *connect.Reques
 	return c.listLeases.CallUnary(ctx, req)
 }
 
+// AllowFetch calls gpuctl.v1.GuestService.AllowFetch.
+func (c *guestServiceClient) AllowFetch(ctx context.Context, req *connect.Request[v1.AllowFetchRequest]) (*connect.Response[v1.AllowFetchResponse], error) {
+	return c.allowFetch.CallUnary(ctx, req)
+}
+
+// EndFetch calls gpuctl.v1.GuestService.EndFetch.
+func (c *guestServiceClient) EndFetch(ctx context.Context, req *connect.Request[v1.EndFetchOfLeaseRequest]) (*connect.Response[v1.EndFetchOfLeaseResponse], error) {
+	return c.endFetch.CallUnary(ctx, req)
+}
+
+// Fetch calls gpuctl.v1.GuestService.Fetch.
+func (c *guestServiceClient) Fetch(ctx context.Context, req *connect.Request[v1.FetchRequest]) (*connect.Response[v1.FetchResponse], error) {
+	return c.fetch.CallUnary(ctx, req)
+}
+
 // Adopt calls gpuctl.v1.GuestService.Adopt.
 func (c *guestServiceClient) Adopt(ctx context.Context, req *connect.Request[v1.AdoptRequest]) (*connect.Response[v1.AdoptResponse], error) {
 	return c.adopt.CallUnary(ctx, req)
@@ -374,6 +425,15 @@ type GuestServiceHandler interface {
 	// no error.
 	EndLease(context.Context, *connect.Request[v1.EndLeaseRequest]) (*connect.Response[v1.EndLeaseResponse], error)
 	ListLeases(context.Context, *connect.Request[v1.ListLeasesRequest]) (*connect.Response[v1.ListLeasesResponse], error)
+	// AllowFetch lets the far executor of another host fetch the contents of a lease's
+	// session, when the session's carrier asks for it: once, by the key that is named,
+	// within ten minutes. It replaces what was allowed before. EndFetch takes it back.
+	AllowFetch(context.Context, *connect.Request[v1.AllowFetchRequest]) (*connect.Response[v1.AllowFetchResponse], error)
+	EndFetch(context.Context, *connect.Request[v1.EndFetchOfLeaseRequest]) (*connect.Response[v1.EndFetchOfLeaseResponse], error)
+	// Fetch connects the far executor of a lease to that of another host, from which
+	// it then gets the contents of its session. gpuguest connects: far executors have no
+	// network. The connection ends with the swap.
+	Fetch(context.Context, *connect.Request[v1.FetchRequest]) (*connect.Response[v1.FetchResponse], error)
 	// Adopt makes sessions of processes that use CUDA and run already. A process that
 	// can't be one is refused with the reasons, and is not touched.
 	Adopt(context.Context, *connect.Request[v1.AdoptRequest]) (*connect.Response[v1.AdoptResponse], error)
@@ -482,6 +542,24 @@ func NewGuestServiceHandler(svc GuestServiceHandler, opts ...connect.HandlerOpti
 		connect.WithSchema(guestServiceMethods.ByName("ListLeases")),
 		connect.WithHandlerOptions(opts...),
 	)
+	guestServiceAllowFetchHandler := connect.NewUnaryHandler(
+		GuestServiceAllowFetchProcedure,
+		svc.AllowFetch,
+		connect.WithSchema(guestServiceMethods.ByName("AllowFetch")),
+		connect.WithHandlerOptions(opts...),
+	)
+	guestServiceEndFetchHandler := connect.NewUnaryHandler(
+		GuestServiceEndFetchProcedure,
+		svc.EndFetch,
+		connect.WithSchema(guestServiceMethods.ByName("EndFetch")),
+		connect.WithHandlerOptions(opts...),
+	)
+	guestServiceFetchHandler := connect.NewUnaryHandler(
+		GuestServiceFetchProcedure,
+		svc.Fetch,
+		connect.WithSchema(guestServiceMethods.ByName("Fetch")),
+		connect.WithHandlerOptions(opts...),
+	)
 	guestServiceAdoptHandler := connect.NewUnaryHandler(
 		GuestServiceAdoptProcedure,
 		svc.Adopt,
@@ -522,6 +600,12 @@ func NewGuestServiceHandler(svc GuestServiceHandler, opts ...connect.HandlerOpti
 			guestServiceEndLeaseHandler.ServeHTTP(w, r)
 		case GuestServiceListLeasesProcedure:
 			guestServiceListLeasesHandler.ServeHTTP(w, r)
+		case GuestServiceAllowFetchProcedure:
+			guestServiceAllowFetchHandler.ServeHTTP(w, r)
+		case GuestServiceEndFetchProcedure:
+			guestServiceEndFetchHandler.ServeHTTP(w, r)
+		case GuestServiceFetchProcedure:
+			guestServiceFetchHandler.ServeHTTP(w, r)
 		case GuestServiceAdoptProcedure:
 			guestServiceAdoptHandler.ServeHTTP(w, r)
 		default:
@@ -595,6 +679,18 @@ func (UnimplementedGuestServiceHandler) EndLease(context.Context, *connect.Reque
 
 func (UnimplementedGuestServiceHandler) ListLeases(context.Context, *connect.Request[v1.ListLeasesRequest]) (*connect.Response[v1.ListLeasesResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.GuestService.ListLeases is not implemented"))
+}
+
+func (UnimplementedGuestServiceHandler) AllowFetch(context.Context, *connect.Request[v1.AllowFetchRequest]) (*connect.Response[v1.AllowFetchResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.GuestService.AllowFetch is not implemented"))
+}
+
+func (UnimplementedGuestServiceHandler) EndFetch(context.Context, *connect.Request[v1.EndFetchOfLeaseRequest]) (*connect.Response[v1.EndFetchOfLeaseResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.GuestService.EndFetch is not implemented"))
+}
+
+func (UnimplementedGuestServiceHandler) Fetch(context.Context, *connect.Request[v1.FetchRequest]) (*connect.Response[v1.FetchResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.GuestService.Fetch is not implemented"))
 }
 
 func (UnimplementedGuestServiceHandler) Adopt(context.Context, *connect.Request[v1.AdoptRequest]) (*connect.Response[v1.AdoptResponse], error) {

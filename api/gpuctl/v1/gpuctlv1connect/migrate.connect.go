@@ -45,6 +45,9 @@ const (
 	MigrationServiceAbortProcedure = "/gpuctl.v1.MigrationService/Abort"
 	// MigrationServiceResumeProcedure is the fully-qualified name of the MigrationService's Resume RPC.
 	MigrationServiceResumeProcedure = "/gpuctl.v1.MigrationService/Resume"
+	// MigrationServiceRehearseProcedure is the fully-qualified name of the MigrationService's Rehearse
+	// RPC.
+	MigrationServiceRehearseProcedure = "/gpuctl.v1.MigrationService/Rehearse"
 	// SiteServiceMachineFactsProcedure is the fully-qualified name of the SiteService's MachineFacts
 	// RPC.
 	SiteServiceMachineFactsProcedure = "/gpuctl.v1.SiteService/MachineFacts"
@@ -100,6 +103,35 @@ const (
 	SiteServiceDepositProcedure = "/gpuctl.v1.SiteService/Deposit"
 	// SiteServiceForgetProcedure is the fully-qualified name of the SiteService's Forget RPC.
 	SiteServiceForgetProcedure = "/gpuctl.v1.SiteService/Forget"
+	// SiteServiceParkPartsProcedure is the fully-qualified name of the SiteService's ParkParts RPC.
+	SiteServiceParkPartsProcedure = "/gpuctl.v1.SiteService/ParkParts"
+	// SiteServiceExpectPartsProcedure is the fully-qualified name of the SiteService's ExpectParts RPC.
+	SiteServiceExpectPartsProcedure = "/gpuctl.v1.SiteService/ExpectParts"
+	// SiteServiceTakePartsProcedure is the fully-qualified name of the SiteService's TakeParts RPC.
+	SiteServiceTakePartsProcedure = "/gpuctl.v1.SiteService/TakeParts"
+	// SiteServiceDropPartsProcedure is the fully-qualified name of the SiteService's DropParts RPC.
+	SiteServiceDropPartsProcedure = "/gpuctl.v1.SiteService/DropParts"
+	// SiteServicePartContentsProcedure is the fully-qualified name of the SiteService's PartContents
+	// RPC.
+	SiteServicePartContentsProcedure = "/gpuctl.v1.SiteService/PartContents"
+	// SiteServiceGivePartProcedure is the fully-qualified name of the SiteService's GivePart RPC.
+	SiteServiceGivePartProcedure = "/gpuctl.v1.SiteService/GivePart"
+	// SiteServiceReachProcedure is the fully-qualified name of the SiteService's Reach RPC.
+	SiteServiceReachProcedure = "/gpuctl.v1.SiteService/Reach"
+	// SiteServiceLendProcedure is the fully-qualified name of the SiteService's Lend RPC.
+	SiteServiceLendProcedure = "/gpuctl.v1.SiteService/Lend"
+	// SiteServiceEndLendProcedure is the fully-qualified name of the SiteService's EndLend RPC.
+	SiteServiceEndLendProcedure = "/gpuctl.v1.SiteService/EndLend"
+	// SiteServiceFollowProcedure is the fully-qualified name of the SiteService's Follow RPC.
+	SiteServiceFollowProcedure = "/gpuctl.v1.SiteService/Follow"
+	// SiteServiceLeaseProcedure is the fully-qualified name of the SiteService's Lease RPC.
+	SiteServiceLeaseProcedure = "/gpuctl.v1.SiteService/Lease"
+	// SiteServiceSwapProcedure is the fully-qualified name of the SiteService's Swap RPC.
+	SiteServiceSwapProcedure = "/gpuctl.v1.SiteService/Swap"
+	// SiteServiceHomeProcedure is the fully-qualified name of the SiteService's Home RPC.
+	SiteServiceHomeProcedure = "/gpuctl.v1.SiteService/Home"
+	// SiteServiceLostProcedure is the fully-qualified name of the SiteService's Lost RPC.
+	SiteServiceLostProcedure = "/gpuctl.v1.SiteService/Lost"
 )
 
 // MigrationServiceClient is a client for the gpuctl.v1.MigrationService service.
@@ -116,6 +148,9 @@ type MigrationServiceClient interface {
 	Abort(context.Context, *connect.Request[v1.MachineAbortRequest]) (*connect.Response[v1.MachineAbortResponse], error)
 	// Resume continues a held migration.
 	Resume(context.Context, *connect.Request[v1.MachineResumeRequest]) (*connect.Response[v1.MachineResumeResponse], error)
+	// Rehearse takes the state of each CUDA program of a VM from its GPU and puts it back
+	// where it was, one after the other. Nothing else is touched. Each session has a result.
+	Rehearse(context.Context, *connect.Request[v1.MachineRehearseRequest]) (*connect.ServerStreamForClient[v1.OperationUpdate], error)
 }
 
 // NewMigrationServiceClient constructs a client for the gpuctl.v1.MigrationService service. By
@@ -159,16 +194,23 @@ func NewMigrationServiceClient(httpClient connect.HTTPClient, baseURL string, op
 			connect.WithSchema(migrationServiceMethods.ByName("Resume")),
 			connect.WithClientOptions(opts...),
 		),
+		rehearse: connect.NewClient[v1.MachineRehearseRequest, v1.OperationUpdate](
+			httpClient,
+			baseURL+MigrationServiceRehearseProcedure,
+			connect.WithSchema(migrationServiceMethods.ByName("Rehearse")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
 // migrationServiceClient implements MigrationServiceClient.
 type migrationServiceClient struct {
-	plan   *connect.Client[v1.MachinePlanRequest, v1.MachinePlanResponse]
-	start  *connect.Client[v1.MachineStartRequest, v1.MachineProgress]
-	watch  *connect.Client[v1.MachineWatchRequest, v1.MachineProgress]
-	abort  *connect.Client[v1.MachineAbortRequest, v1.MachineAbortResponse]
-	resume *connect.Client[v1.MachineResumeRequest, v1.MachineResumeResponse]
+	plan     *connect.Client[v1.MachinePlanRequest, v1.MachinePlanResponse]
+	start    *connect.Client[v1.MachineStartRequest, v1.MachineProgress]
+	watch    *connect.Client[v1.MachineWatchRequest, v1.MachineProgress]
+	abort    *connect.Client[v1.MachineAbortRequest, v1.MachineAbortResponse]
+	resume   *connect.Client[v1.MachineResumeRequest, v1.MachineResumeResponse]
+	rehearse *connect.Client[v1.MachineRehearseRequest, v1.OperationUpdate]
 }
 
 // Plan calls gpuctl.v1.MigrationService.Plan.
@@ -196,6 +238,11 @@ func (c *migrationServiceClient) Resume(ctx context.Context, req *connect.Reques
 	return c.resume.CallUnary(ctx, req)
 }
 
+// Rehearse calls gpuctl.v1.MigrationService.Rehearse.
+func (c *migrationServiceClient) Rehearse(ctx context.Context, req *connect.Request[v1.MachineRehearseRequest]) (*connect.ServerStreamForClient[v1.OperationUpdate], error) {
+	return c.rehearse.CallServerStream(ctx, req)
+}
+
 // MigrationServiceHandler is an implementation of the gpuctl.v1.MigrationService service.
 type MigrationServiceHandler interface {
 	// Plan returns what would be done, and all reasons against it.
@@ -210,6 +257,9 @@ type MigrationServiceHandler interface {
 	Abort(context.Context, *connect.Request[v1.MachineAbortRequest]) (*connect.Response[v1.MachineAbortResponse], error)
 	// Resume continues a held migration.
 	Resume(context.Context, *connect.Request[v1.MachineResumeRequest]) (*connect.Response[v1.MachineResumeResponse], error)
+	// Rehearse takes the state of each CUDA program of a VM from its GPU and puts it back
+	// where it was, one after the other. Nothing else is touched. Each session has a result.
+	Rehearse(context.Context, *connect.Request[v1.MachineRehearseRequest], *connect.ServerStream[v1.OperationUpdate]) error
 }
 
 // NewMigrationServiceHandler builds an HTTP handler from the service implementation. It returns the
@@ -249,6 +299,12 @@ func NewMigrationServiceHandler(svc MigrationServiceHandler, opts ...connect.Han
 		connect.WithSchema(migrationServiceMethods.ByName("Resume")),
 		connect.WithHandlerOptions(opts...),
 	)
+	migrationServiceRehearseHandler := connect.NewServerStreamHandler(
+		MigrationServiceRehearseProcedure,
+		svc.Rehearse,
+		connect.WithSchema(migrationServiceMethods.ByName("Rehearse")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/gpuctl.v1.MigrationService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case MigrationServicePlanProcedure:
@@ -261,6 +317,8 @@ func NewMigrationServiceHandler(svc MigrationServiceHandler, opts ...connect.Han
 			migrationServiceAbortHandler.ServeHTTP(w, r)
 		case MigrationServiceResumeProcedure:
 			migrationServiceResumeHandler.ServeHTTP(w, r)
+		case MigrationServiceRehearseProcedure:
+			migrationServiceRehearseHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -290,6 +348,10 @@ func (UnimplementedMigrationServiceHandler) Resume(context.Context, *connect.Req
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.MigrationService.Resume is not implemented"))
 }
 
+func (UnimplementedMigrationServiceHandler) Rehearse(context.Context, *connect.Request[v1.MachineRehearseRequest], *connect.ServerStream[v1.OperationUpdate]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.MigrationService.Rehearse is not implemented"))
+}
+
 // SiteServiceClient is a client for the gpuctl.v1.SiteService service.
 type SiteServiceClient interface {
 	MachineFacts(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteMachineFacts], error)
@@ -305,7 +367,7 @@ type SiteServiceClient interface {
 	// Expect makes the VM load the runtime for a card that it does not have yet.
 	Expect(context.Context, *connect.Request[v1.SiteExpectRequest]) (*connect.Response[v1.SiteDone], error)
 	Attach(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
-	Detach(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
+	Detach(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDetachResponse], error)
 	GiveBack(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Move(context.Context, *connect.Request[v1.SiteMoveRequest]) (*connect.ServerStreamForClient[v1.SiteProgress], error)
 	Sessions(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteSessionsResponse], error)
@@ -328,6 +390,38 @@ type SiteServiceClient interface {
 	Deposit(context.Context, *connect.Request[v1.SiteSessionsRequest]) (*connect.ServerStreamForClient[v1.SiteProgress], error)
 	// Forget removes the states of a VM that are kept for a migration.
 	Forget(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error)
+	// ParkParts has no command of the VM's parts of mediated GPUs begin any more.
+	ParkParts(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteParts], error)
+	// ExpectParts reserves such parts for a VM that is going to arrive.
+	ExpectParts(context.Context, *connect.Request[v1.SiteParts]) (*connect.Response[v1.SiteDone], error)
+	// TakeParts has the parts of a VM that is on this host work, with the contents that they
+	// have on the other host.
+	TakeParts(context.Context, *connect.Request[v1.SitePartsRequest]) (*connect.Response[v1.SiteDone], error)
+	// DropParts gives back the parts of a VM that is not on this host.
+	DropParts(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error)
+	// PartContents seals a part and returns its contents. GivePart ends its use here for good.
+	// The caller is the host to which the VM has moved.
+	PartContents(context.Context, *connect.Request[v1.SitePartRequest]) (*connect.ServerStreamForClient[v1.SitePartChunk], error)
+	GivePart(context.Context, *connect.Request[v1.SitePartRequest]) (*connect.Response[v1.SiteDone], error)
+	// Reach asks the VM which addresses it reaches over its network.
+	Reach(context.Context, *connect.Request[v1.SiteReachRequest]) (*connect.Response[v1.ReachResponse], error)
+	// Lend assigns a GPU of this host to the VM's claim, for its sessions to compute on it
+	// over the network. EndLend ends all leases of that claim, and the claim. Without a
+	// migration, the claim lasts until EndLend or the VM's end, and the caller is the VM's
+	// host.
+	Lend(context.Context, *connect.Request[v1.SiteLendRequest]) (*connect.Response[v1.SiteDone], error)
+	EndLend(context.Context, *connect.Request[v1.SiteLendRequest]) (*connect.Response[v1.SiteDone], error)
+	// Follow says that a VM with a lasting claim is on the calling host now.
+	Follow(context.Context, *connect.Request[v1.SiteLendRequest]) (*connect.Response[v1.SiteDone], error)
+	// Lease starts a far executor for one session of the VM. The caller is the VM's host.
+	Lease(context.Context, *connect.Request[v1.SiteLeaseRequest]) (*connect.Response[v1.SiteLeaseResponse], error)
+	// Swap moves sessions of the VM to a GPU that Lend has assigned to it, and Home moves
+	// them to a card that the VM has.
+	Swap(context.Context, *connect.Request[v1.SiteSwapRequest]) (*connect.ServerStreamForClient[v1.SiteProgress], error)
+	Home(context.Context, *connect.Request[v1.SiteSessionsRequest]) (*connect.ServerStreamForClient[v1.SiteProgress], error)
+	// Lost returns those of the given sessions that were lost in the VM, also if their
+	// applications have ended since.
+	Lost(context.Context, *connect.Request[v1.SiteSessionsRequest]) (*connect.Response[v1.SiteLostResponse], error)
 }
 
 // NewSiteServiceClient constructs a client for the gpuctl.v1.SiteService service. By default, it
@@ -401,7 +495,7 @@ func NewSiteServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			connect.WithSchema(siteServiceMethods.ByName("Attach")),
 			connect.WithClientOptions(opts...),
 		),
-		detach: connect.NewClient[v1.SiteCardRequest, v1.SiteDone](
+		detach: connect.NewClient[v1.SiteCardRequest, v1.SiteDetachResponse](
 			httpClient,
 			baseURL+SiteServiceDetachProcedure,
 			connect.WithSchema(siteServiceMethods.ByName("Detach")),
@@ -503,6 +597,90 @@ func NewSiteServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			connect.WithSchema(siteServiceMethods.ByName("Forget")),
 			connect.WithClientOptions(opts...),
 		),
+		parkParts: connect.NewClient[v1.SiteMachine, v1.SiteParts](
+			httpClient,
+			baseURL+SiteServiceParkPartsProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("ParkParts")),
+			connect.WithClientOptions(opts...),
+		),
+		expectParts: connect.NewClient[v1.SiteParts, v1.SiteDone](
+			httpClient,
+			baseURL+SiteServiceExpectPartsProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("ExpectParts")),
+			connect.WithClientOptions(opts...),
+		),
+		takeParts: connect.NewClient[v1.SitePartsRequest, v1.SiteDone](
+			httpClient,
+			baseURL+SiteServiceTakePartsProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("TakeParts")),
+			connect.WithClientOptions(opts...),
+		),
+		dropParts: connect.NewClient[v1.SiteMachine, v1.SiteDone](
+			httpClient,
+			baseURL+SiteServiceDropPartsProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("DropParts")),
+			connect.WithClientOptions(opts...),
+		),
+		partContents: connect.NewClient[v1.SitePartRequest, v1.SitePartChunk](
+			httpClient,
+			baseURL+SiteServicePartContentsProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("PartContents")),
+			connect.WithClientOptions(opts...),
+		),
+		givePart: connect.NewClient[v1.SitePartRequest, v1.SiteDone](
+			httpClient,
+			baseURL+SiteServiceGivePartProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("GivePart")),
+			connect.WithClientOptions(opts...),
+		),
+		reach: connect.NewClient[v1.SiteReachRequest, v1.ReachResponse](
+			httpClient,
+			baseURL+SiteServiceReachProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("Reach")),
+			connect.WithClientOptions(opts...),
+		),
+		lend: connect.NewClient[v1.SiteLendRequest, v1.SiteDone](
+			httpClient,
+			baseURL+SiteServiceLendProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("Lend")),
+			connect.WithClientOptions(opts...),
+		),
+		endLend: connect.NewClient[v1.SiteLendRequest, v1.SiteDone](
+			httpClient,
+			baseURL+SiteServiceEndLendProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("EndLend")),
+			connect.WithClientOptions(opts...),
+		),
+		follow: connect.NewClient[v1.SiteLendRequest, v1.SiteDone](
+			httpClient,
+			baseURL+SiteServiceFollowProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("Follow")),
+			connect.WithClientOptions(opts...),
+		),
+		lease: connect.NewClient[v1.SiteLeaseRequest, v1.SiteLeaseResponse](
+			httpClient,
+			baseURL+SiteServiceLeaseProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("Lease")),
+			connect.WithClientOptions(opts...),
+		),
+		swap: connect.NewClient[v1.SiteSwapRequest, v1.SiteProgress](
+			httpClient,
+			baseURL+SiteServiceSwapProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("Swap")),
+			connect.WithClientOptions(opts...),
+		),
+		home: connect.NewClient[v1.SiteSessionsRequest, v1.SiteProgress](
+			httpClient,
+			baseURL+SiteServiceHomeProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("Home")),
+			connect.WithClientOptions(opts...),
+		),
+		lost: connect.NewClient[v1.SiteSessionsRequest, v1.SiteLostResponse](
+			httpClient,
+			baseURL+SiteServiceLostProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("Lost")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -518,7 +696,7 @@ type siteServiceClient struct {
 	prepare      *connect.Client[v1.SiteCardRequest, v1.SitePrepareResponse]
 	expect       *connect.Client[v1.SiteExpectRequest, v1.SiteDone]
 	attach       *connect.Client[v1.SiteCardRequest, v1.SiteDone]
-	detach       *connect.Client[v1.SiteCardRequest, v1.SiteDone]
+	detach       *connect.Client[v1.SiteCardRequest, v1.SiteDetachResponse]
 	giveBack     *connect.Client[v1.SiteCardRequest, v1.SiteDone]
 	move         *connect.Client[v1.SiteMoveRequest, v1.SiteProgress]
 	sessions     *connect.Client[v1.SiteMachine, v1.SiteSessionsResponse]
@@ -535,6 +713,20 @@ type siteServiceClient struct {
 	keep         *connect.Client[v1.SiteKeepRequest, v1.SiteDone]
 	deposit      *connect.Client[v1.SiteSessionsRequest, v1.SiteProgress]
 	forget       *connect.Client[v1.SiteMachine, v1.SiteDone]
+	parkParts    *connect.Client[v1.SiteMachine, v1.SiteParts]
+	expectParts  *connect.Client[v1.SiteParts, v1.SiteDone]
+	takeParts    *connect.Client[v1.SitePartsRequest, v1.SiteDone]
+	dropParts    *connect.Client[v1.SiteMachine, v1.SiteDone]
+	partContents *connect.Client[v1.SitePartRequest, v1.SitePartChunk]
+	givePart     *connect.Client[v1.SitePartRequest, v1.SiteDone]
+	reach        *connect.Client[v1.SiteReachRequest, v1.ReachResponse]
+	lend         *connect.Client[v1.SiteLendRequest, v1.SiteDone]
+	endLend      *connect.Client[v1.SiteLendRequest, v1.SiteDone]
+	follow       *connect.Client[v1.SiteLendRequest, v1.SiteDone]
+	lease        *connect.Client[v1.SiteLeaseRequest, v1.SiteLeaseResponse]
+	swap         *connect.Client[v1.SiteSwapRequest, v1.SiteProgress]
+	home         *connect.Client[v1.SiteSessionsRequest, v1.SiteProgress]
+	lost         *connect.Client[v1.SiteSessionsRequest, v1.SiteLostResponse]
 }
 
 // MachineFacts calls gpuctl.v1.SiteService.MachineFacts.
@@ -588,7 +780,7 @@ func (c *siteServiceClient) Attach(ctx context.Context, req *connect.Request[v1.
 }
 
 // Detach calls gpuctl.v1.SiteService.Detach.
-func (c *siteServiceClient) Detach(ctx context.Context, req *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error) {
+func (c *siteServiceClient) Detach(ctx context.Context, req *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDetachResponse], error) {
 	return c.detach.CallUnary(ctx, req)
 }
 
@@ -672,6 +864,76 @@ func (c *siteServiceClient) Forget(ctx context.Context, req *connect.Request[v1.
 	return c.forget.CallUnary(ctx, req)
 }
 
+// ParkParts calls gpuctl.v1.SiteService.ParkParts.
+func (c *siteServiceClient) ParkParts(ctx context.Context, req *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteParts], error) {
+	return c.parkParts.CallUnary(ctx, req)
+}
+
+// ExpectParts calls gpuctl.v1.SiteService.ExpectParts.
+func (c *siteServiceClient) ExpectParts(ctx context.Context, req *connect.Request[v1.SiteParts]) (*connect.Response[v1.SiteDone], error) {
+	return c.expectParts.CallUnary(ctx, req)
+}
+
+// TakeParts calls gpuctl.v1.SiteService.TakeParts.
+func (c *siteServiceClient) TakeParts(ctx context.Context, req *connect.Request[v1.SitePartsRequest]) (*connect.Response[v1.SiteDone], error) {
+	return c.takeParts.CallUnary(ctx, req)
+}
+
+// DropParts calls gpuctl.v1.SiteService.DropParts.
+func (c *siteServiceClient) DropParts(ctx context.Context, req *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error) {
+	return c.dropParts.CallUnary(ctx, req)
+}
+
+// PartContents calls gpuctl.v1.SiteService.PartContents.
+func (c *siteServiceClient) PartContents(ctx context.Context, req *connect.Request[v1.SitePartRequest]) (*connect.ServerStreamForClient[v1.SitePartChunk], error) {
+	return c.partContents.CallServerStream(ctx, req)
+}
+
+// GivePart calls gpuctl.v1.SiteService.GivePart.
+func (c *siteServiceClient) GivePart(ctx context.Context, req *connect.Request[v1.SitePartRequest]) (*connect.Response[v1.SiteDone], error) {
+	return c.givePart.CallUnary(ctx, req)
+}
+
+// Reach calls gpuctl.v1.SiteService.Reach.
+func (c *siteServiceClient) Reach(ctx context.Context, req *connect.Request[v1.SiteReachRequest]) (*connect.Response[v1.ReachResponse], error) {
+	return c.reach.CallUnary(ctx, req)
+}
+
+// Lend calls gpuctl.v1.SiteService.Lend.
+func (c *siteServiceClient) Lend(ctx context.Context, req *connect.Request[v1.SiteLendRequest]) (*connect.Response[v1.SiteDone], error) {
+	return c.lend.CallUnary(ctx, req)
+}
+
+// EndLend calls gpuctl.v1.SiteService.EndLend.
+func (c *siteServiceClient) EndLend(ctx context.Context, req *connect.Request[v1.SiteLendRequest]) (*connect.Response[v1.SiteDone], error) {
+	return c.endLend.CallUnary(ctx, req)
+}
+
+// Follow calls gpuctl.v1.SiteService.Follow.
+func (c *siteServiceClient) Follow(ctx context.Context, req *connect.Request[v1.SiteLendRequest]) (*connect.Response[v1.SiteDone], error) {
+	return c.follow.CallUnary(ctx, req)
+}
+
+// Lease calls gpuctl.v1.SiteService.Lease.
+func (c *siteServiceClient) Lease(ctx context.Context, req *connect.Request[v1.SiteLeaseRequest]) (*connect.Response[v1.SiteLeaseResponse], error) {
+	return c.lease.CallUnary(ctx, req)
+}
+
+// Swap calls gpuctl.v1.SiteService.Swap.
+func (c *siteServiceClient) Swap(ctx context.Context, req *connect.Request[v1.SiteSwapRequest]) (*connect.ServerStreamForClient[v1.SiteProgress], error) {
+	return c.swap.CallServerStream(ctx, req)
+}
+
+// Home calls gpuctl.v1.SiteService.Home.
+func (c *siteServiceClient) Home(ctx context.Context, req *connect.Request[v1.SiteSessionsRequest]) (*connect.ServerStreamForClient[v1.SiteProgress], error) {
+	return c.home.CallServerStream(ctx, req)
+}
+
+// Lost calls gpuctl.v1.SiteService.Lost.
+func (c *siteServiceClient) Lost(ctx context.Context, req *connect.Request[v1.SiteSessionsRequest]) (*connect.Response[v1.SiteLostResponse], error) {
+	return c.lost.CallUnary(ctx, req)
+}
+
 // SiteServiceHandler is an implementation of the gpuctl.v1.SiteService service.
 type SiteServiceHandler interface {
 	MachineFacts(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteMachineFacts], error)
@@ -687,7 +949,7 @@ type SiteServiceHandler interface {
 	// Expect makes the VM load the runtime for a card that it does not have yet.
 	Expect(context.Context, *connect.Request[v1.SiteExpectRequest]) (*connect.Response[v1.SiteDone], error)
 	Attach(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
-	Detach(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
+	Detach(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDetachResponse], error)
 	GiveBack(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Move(context.Context, *connect.Request[v1.SiteMoveRequest], *connect.ServerStream[v1.SiteProgress]) error
 	Sessions(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteSessionsResponse], error)
@@ -710,6 +972,38 @@ type SiteServiceHandler interface {
 	Deposit(context.Context, *connect.Request[v1.SiteSessionsRequest], *connect.ServerStream[v1.SiteProgress]) error
 	// Forget removes the states of a VM that are kept for a migration.
 	Forget(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error)
+	// ParkParts has no command of the VM's parts of mediated GPUs begin any more.
+	ParkParts(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteParts], error)
+	// ExpectParts reserves such parts for a VM that is going to arrive.
+	ExpectParts(context.Context, *connect.Request[v1.SiteParts]) (*connect.Response[v1.SiteDone], error)
+	// TakeParts has the parts of a VM that is on this host work, with the contents that they
+	// have on the other host.
+	TakeParts(context.Context, *connect.Request[v1.SitePartsRequest]) (*connect.Response[v1.SiteDone], error)
+	// DropParts gives back the parts of a VM that is not on this host.
+	DropParts(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error)
+	// PartContents seals a part and returns its contents. GivePart ends its use here for good.
+	// The caller is the host to which the VM has moved.
+	PartContents(context.Context, *connect.Request[v1.SitePartRequest], *connect.ServerStream[v1.SitePartChunk]) error
+	GivePart(context.Context, *connect.Request[v1.SitePartRequest]) (*connect.Response[v1.SiteDone], error)
+	// Reach asks the VM which addresses it reaches over its network.
+	Reach(context.Context, *connect.Request[v1.SiteReachRequest]) (*connect.Response[v1.ReachResponse], error)
+	// Lend assigns a GPU of this host to the VM's claim, for its sessions to compute on it
+	// over the network. EndLend ends all leases of that claim, and the claim. Without a
+	// migration, the claim lasts until EndLend or the VM's end, and the caller is the VM's
+	// host.
+	Lend(context.Context, *connect.Request[v1.SiteLendRequest]) (*connect.Response[v1.SiteDone], error)
+	EndLend(context.Context, *connect.Request[v1.SiteLendRequest]) (*connect.Response[v1.SiteDone], error)
+	// Follow says that a VM with a lasting claim is on the calling host now.
+	Follow(context.Context, *connect.Request[v1.SiteLendRequest]) (*connect.Response[v1.SiteDone], error)
+	// Lease starts a far executor for one session of the VM. The caller is the VM's host.
+	Lease(context.Context, *connect.Request[v1.SiteLeaseRequest]) (*connect.Response[v1.SiteLeaseResponse], error)
+	// Swap moves sessions of the VM to a GPU that Lend has assigned to it, and Home moves
+	// them to a card that the VM has.
+	Swap(context.Context, *connect.Request[v1.SiteSwapRequest], *connect.ServerStream[v1.SiteProgress]) error
+	Home(context.Context, *connect.Request[v1.SiteSessionsRequest], *connect.ServerStream[v1.SiteProgress]) error
+	// Lost returns those of the given sessions that were lost in the VM, also if their
+	// applications have ended since.
+	Lost(context.Context, *connect.Request[v1.SiteSessionsRequest]) (*connect.Response[v1.SiteLostResponse], error)
 }
 
 // NewSiteServiceHandler builds an HTTP handler from the service implementation. It returns the path
@@ -881,6 +1175,90 @@ func NewSiteServiceHandler(svc SiteServiceHandler, opts ...connect.HandlerOption
 		connect.WithSchema(siteServiceMethods.ByName("Forget")),
 		connect.WithHandlerOptions(opts...),
 	)
+	siteServiceParkPartsHandler := connect.NewUnaryHandler(
+		SiteServiceParkPartsProcedure,
+		svc.ParkParts,
+		connect.WithSchema(siteServiceMethods.ByName("ParkParts")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServiceExpectPartsHandler := connect.NewUnaryHandler(
+		SiteServiceExpectPartsProcedure,
+		svc.ExpectParts,
+		connect.WithSchema(siteServiceMethods.ByName("ExpectParts")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServiceTakePartsHandler := connect.NewUnaryHandler(
+		SiteServiceTakePartsProcedure,
+		svc.TakeParts,
+		connect.WithSchema(siteServiceMethods.ByName("TakeParts")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServiceDropPartsHandler := connect.NewUnaryHandler(
+		SiteServiceDropPartsProcedure,
+		svc.DropParts,
+		connect.WithSchema(siteServiceMethods.ByName("DropParts")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServicePartContentsHandler := connect.NewServerStreamHandler(
+		SiteServicePartContentsProcedure,
+		svc.PartContents,
+		connect.WithSchema(siteServiceMethods.ByName("PartContents")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServiceGivePartHandler := connect.NewUnaryHandler(
+		SiteServiceGivePartProcedure,
+		svc.GivePart,
+		connect.WithSchema(siteServiceMethods.ByName("GivePart")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServiceReachHandler := connect.NewUnaryHandler(
+		SiteServiceReachProcedure,
+		svc.Reach,
+		connect.WithSchema(siteServiceMethods.ByName("Reach")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServiceLendHandler := connect.NewUnaryHandler(
+		SiteServiceLendProcedure,
+		svc.Lend,
+		connect.WithSchema(siteServiceMethods.ByName("Lend")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServiceEndLendHandler := connect.NewUnaryHandler(
+		SiteServiceEndLendProcedure,
+		svc.EndLend,
+		connect.WithSchema(siteServiceMethods.ByName("EndLend")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServiceFollowHandler := connect.NewUnaryHandler(
+		SiteServiceFollowProcedure,
+		svc.Follow,
+		connect.WithSchema(siteServiceMethods.ByName("Follow")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServiceLeaseHandler := connect.NewUnaryHandler(
+		SiteServiceLeaseProcedure,
+		svc.Lease,
+		connect.WithSchema(siteServiceMethods.ByName("Lease")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServiceSwapHandler := connect.NewServerStreamHandler(
+		SiteServiceSwapProcedure,
+		svc.Swap,
+		connect.WithSchema(siteServiceMethods.ByName("Swap")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServiceHomeHandler := connect.NewServerStreamHandler(
+		SiteServiceHomeProcedure,
+		svc.Home,
+		connect.WithSchema(siteServiceMethods.ByName("Home")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServiceLostHandler := connect.NewUnaryHandler(
+		SiteServiceLostProcedure,
+		svc.Lost,
+		connect.WithSchema(siteServiceMethods.ByName("Lost")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/gpuctl.v1.SiteService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case SiteServiceMachineFactsProcedure:
@@ -937,6 +1315,34 @@ func NewSiteServiceHandler(svc SiteServiceHandler, opts ...connect.HandlerOption
 			siteServiceDepositHandler.ServeHTTP(w, r)
 		case SiteServiceForgetProcedure:
 			siteServiceForgetHandler.ServeHTTP(w, r)
+		case SiteServiceParkPartsProcedure:
+			siteServiceParkPartsHandler.ServeHTTP(w, r)
+		case SiteServiceExpectPartsProcedure:
+			siteServiceExpectPartsHandler.ServeHTTP(w, r)
+		case SiteServiceTakePartsProcedure:
+			siteServiceTakePartsHandler.ServeHTTP(w, r)
+		case SiteServiceDropPartsProcedure:
+			siteServiceDropPartsHandler.ServeHTTP(w, r)
+		case SiteServicePartContentsProcedure:
+			siteServicePartContentsHandler.ServeHTTP(w, r)
+		case SiteServiceGivePartProcedure:
+			siteServiceGivePartHandler.ServeHTTP(w, r)
+		case SiteServiceReachProcedure:
+			siteServiceReachHandler.ServeHTTP(w, r)
+		case SiteServiceLendProcedure:
+			siteServiceLendHandler.ServeHTTP(w, r)
+		case SiteServiceEndLendProcedure:
+			siteServiceEndLendHandler.ServeHTTP(w, r)
+		case SiteServiceFollowProcedure:
+			siteServiceFollowHandler.ServeHTTP(w, r)
+		case SiteServiceLeaseProcedure:
+			siteServiceLeaseHandler.ServeHTTP(w, r)
+		case SiteServiceSwapProcedure:
+			siteServiceSwapHandler.ServeHTTP(w, r)
+		case SiteServiceHomeProcedure:
+			siteServiceHomeHandler.ServeHTTP(w, r)
+		case SiteServiceLostProcedure:
+			siteServiceLostHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -986,7 +1392,7 @@ func (UnimplementedSiteServiceHandler) Attach(context.Context, *connect.Request[
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Attach is not implemented"))
 }
 
-func (UnimplementedSiteServiceHandler) Detach(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error) {
+func (UnimplementedSiteServiceHandler) Detach(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDetachResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Detach is not implemented"))
 }
 
@@ -1052,4 +1458,60 @@ func (UnimplementedSiteServiceHandler) Deposit(context.Context, *connect.Request
 
 func (UnimplementedSiteServiceHandler) Forget(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Forget is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) ParkParts(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteParts], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.ParkParts is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) ExpectParts(context.Context, *connect.Request[v1.SiteParts]) (*connect.Response[v1.SiteDone], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.ExpectParts is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) TakeParts(context.Context, *connect.Request[v1.SitePartsRequest]) (*connect.Response[v1.SiteDone], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.TakeParts is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) DropParts(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.DropParts is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) PartContents(context.Context, *connect.Request[v1.SitePartRequest], *connect.ServerStream[v1.SitePartChunk]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.PartContents is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) GivePart(context.Context, *connect.Request[v1.SitePartRequest]) (*connect.Response[v1.SiteDone], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.GivePart is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) Reach(context.Context, *connect.Request[v1.SiteReachRequest]) (*connect.Response[v1.ReachResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Reach is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) Lend(context.Context, *connect.Request[v1.SiteLendRequest]) (*connect.Response[v1.SiteDone], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Lend is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) EndLend(context.Context, *connect.Request[v1.SiteLendRequest]) (*connect.Response[v1.SiteDone], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.EndLend is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) Follow(context.Context, *connect.Request[v1.SiteLendRequest]) (*connect.Response[v1.SiteDone], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Follow is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) Lease(context.Context, *connect.Request[v1.SiteLeaseRequest]) (*connect.Response[v1.SiteLeaseResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Lease is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) Swap(context.Context, *connect.Request[v1.SiteSwapRequest], *connect.ServerStream[v1.SiteProgress]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Swap is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) Home(context.Context, *connect.Request[v1.SiteSessionsRequest], *connect.ServerStream[v1.SiteProgress]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Home is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) Lost(context.Context, *connect.Request[v1.SiteSessionsRequest]) (*connect.Response[v1.SiteLostResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Lost is not implemented"))
 }

@@ -107,6 +107,12 @@ const (
 	PeerServiceLendProcedure = "/gpuctl.cluster.v1.PeerService/Lend"
 	// PeerServiceEndLeaseProcedure is the fully-qualified name of the PeerService's EndLease RPC.
 	PeerServiceEndLeaseProcedure = "/gpuctl.cluster.v1.PeerService/EndLease"
+	// PeerServiceAllowFetchProcedure is the fully-qualified name of the PeerService's AllowFetch RPC.
+	PeerServiceAllowFetchProcedure = "/gpuctl.cluster.v1.PeerService/AllowFetch"
+	// PeerServiceEndFetchProcedure is the fully-qualified name of the PeerService's EndFetch RPC.
+	PeerServiceEndFetchProcedure = "/gpuctl.cluster.v1.PeerService/EndFetch"
+	// PeerServiceFetchProcedure is the fully-qualified name of the PeerService's Fetch RPC.
+	PeerServiceFetchProcedure = "/gpuctl.cluster.v1.PeerService/Fetch"
 	// PeerServiceEchoProcedure is the fully-qualified name of the PeerService's Echo RPC.
 	PeerServiceEchoProcedure = "/gpuctl.cluster.v1.PeerService/Echo"
 )
@@ -769,6 +775,14 @@ type PeerServiceClient interface {
 	// EndLease ends a lease of the calling host. A lease that does not exist is no
 	// error.
 	EndLease(context.Context, *connect.Request[v1.EndLeaseRequest]) (*connect.Response[v1.EndLeaseResponse], error)
+	// AllowFetch lets the far executor of another host fetch the contents of the
+	// session that has a lease of the calling host here, once. EndFetch takes that
+	// back.
+	AllowFetch(context.Context, *connect.Request[v1.AllowFetchRequest]) (*connect.Response[v1.AllowFetchResponse], error)
+	EndFetch(context.Context, *connect.Request[v1.EndFetchRequest]) (*connect.Response[v1.EndFetchResponse], error)
+	// Fetch connects the far executor of a lease of the calling host to another
+	// host, where AllowFetch has allowed it. That host's address is the cluster's.
+	Fetch(context.Context, *connect.Request[v1.FetchRequest]) (*connect.Response[v1.FetchResponse], error)
 	// Echo answers with as many bytes as asked for. Hosts measure their links with
 	// it.
 	Echo(context.Context, *connect.Request[v1.EchoRequest]) (*connect.Response[v1.EchoResponse], error)
@@ -839,6 +853,24 @@ func NewPeerServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			connect.WithSchema(peerServiceMethods.ByName("EndLease")),
 			connect.WithClientOptions(opts...),
 		),
+		allowFetch: connect.NewClient[v1.AllowFetchRequest, v1.AllowFetchResponse](
+			httpClient,
+			baseURL+PeerServiceAllowFetchProcedure,
+			connect.WithSchema(peerServiceMethods.ByName("AllowFetch")),
+			connect.WithClientOptions(opts...),
+		),
+		endFetch: connect.NewClient[v1.EndFetchRequest, v1.EndFetchResponse](
+			httpClient,
+			baseURL+PeerServiceEndFetchProcedure,
+			connect.WithSchema(peerServiceMethods.ByName("EndFetch")),
+			connect.WithClientOptions(opts...),
+		),
+		fetch: connect.NewClient[v1.FetchRequest, v1.FetchResponse](
+			httpClient,
+			baseURL+PeerServiceFetchProcedure,
+			connect.WithSchema(peerServiceMethods.ByName("Fetch")),
+			connect.WithClientOptions(opts...),
+		),
 		echo: connect.NewClient[v1.EchoRequest, v1.EchoResponse](
 			httpClient,
 			baseURL+PeerServiceEchoProcedure,
@@ -859,6 +891,9 @@ type peerServiceClient struct {
 	createClaim *connect.Client[v1.CreateClaimRequest, v1.CreateClaimResponse]
 	lend        *connect.Client[v1.LendRequest, v1.LendResponse]
 	endLease    *connect.Client[v1.EndLeaseRequest, v1.EndLeaseResponse]
+	allowFetch  *connect.Client[v1.AllowFetchRequest, v1.AllowFetchResponse]
+	endFetch    *connect.Client[v1.EndFetchRequest, v1.EndFetchResponse]
+	fetch       *connect.Client[v1.FetchRequest, v1.FetchResponse]
 	echo        *connect.Client[v1.EchoRequest, v1.EchoResponse]
 }
 
@@ -907,6 +942,21 @@ func (c *peerServiceClient) EndLease(ctx context.Context, req *connect.Request[v
 	return c.endLease.CallUnary(ctx, req)
 }
 
+// AllowFetch calls gpuctl.cluster.v1.PeerService.AllowFetch.
+func (c *peerServiceClient) AllowFetch(ctx context.Context, req *connect.Request[v1.AllowFetchRequest]) (*connect.Response[v1.AllowFetchResponse], error) {
+	return c.allowFetch.CallUnary(ctx, req)
+}
+
+// EndFetch calls gpuctl.cluster.v1.PeerService.EndFetch.
+func (c *peerServiceClient) EndFetch(ctx context.Context, req *connect.Request[v1.EndFetchRequest]) (*connect.Response[v1.EndFetchResponse], error) {
+	return c.endFetch.CallUnary(ctx, req)
+}
+
+// Fetch calls gpuctl.cluster.v1.PeerService.Fetch.
+func (c *peerServiceClient) Fetch(ctx context.Context, req *connect.Request[v1.FetchRequest]) (*connect.Response[v1.FetchResponse], error) {
+	return c.fetch.CallUnary(ctx, req)
+}
+
 // Echo calls gpuctl.cluster.v1.PeerService.Echo.
 func (c *peerServiceClient) Echo(ctx context.Context, req *connect.Request[v1.EchoRequest]) (*connect.Response[v1.EchoResponse], error) {
 	return c.echo.CallUnary(ctx, req)
@@ -934,6 +984,14 @@ type PeerServiceHandler interface {
 	// EndLease ends a lease of the calling host. A lease that does not exist is no
 	// error.
 	EndLease(context.Context, *connect.Request[v1.EndLeaseRequest]) (*connect.Response[v1.EndLeaseResponse], error)
+	// AllowFetch lets the far executor of another host fetch the contents of the
+	// session that has a lease of the calling host here, once. EndFetch takes that
+	// back.
+	AllowFetch(context.Context, *connect.Request[v1.AllowFetchRequest]) (*connect.Response[v1.AllowFetchResponse], error)
+	EndFetch(context.Context, *connect.Request[v1.EndFetchRequest]) (*connect.Response[v1.EndFetchResponse], error)
+	// Fetch connects the far executor of a lease of the calling host to another
+	// host, where AllowFetch has allowed it. That host's address is the cluster's.
+	Fetch(context.Context, *connect.Request[v1.FetchRequest]) (*connect.Response[v1.FetchResponse], error)
 	// Echo answers with as many bytes as asked for. Hosts measure their links with
 	// it.
 	Echo(context.Context, *connect.Request[v1.EchoRequest]) (*connect.Response[v1.EchoResponse], error)
@@ -1000,6 +1058,24 @@ func NewPeerServiceHandler(svc PeerServiceHandler, opts ...connect.HandlerOption
 		connect.WithSchema(peerServiceMethods.ByName("EndLease")),
 		connect.WithHandlerOptions(opts...),
 	)
+	peerServiceAllowFetchHandler := connect.NewUnaryHandler(
+		PeerServiceAllowFetchProcedure,
+		svc.AllowFetch,
+		connect.WithSchema(peerServiceMethods.ByName("AllowFetch")),
+		connect.WithHandlerOptions(opts...),
+	)
+	peerServiceEndFetchHandler := connect.NewUnaryHandler(
+		PeerServiceEndFetchProcedure,
+		svc.EndFetch,
+		connect.WithSchema(peerServiceMethods.ByName("EndFetch")),
+		connect.WithHandlerOptions(opts...),
+	)
+	peerServiceFetchHandler := connect.NewUnaryHandler(
+		PeerServiceFetchProcedure,
+		svc.Fetch,
+		connect.WithSchema(peerServiceMethods.ByName("Fetch")),
+		connect.WithHandlerOptions(opts...),
+	)
 	peerServiceEchoHandler := connect.NewUnaryHandler(
 		PeerServiceEchoProcedure,
 		svc.Echo,
@@ -1026,6 +1102,12 @@ func NewPeerServiceHandler(svc PeerServiceHandler, opts ...connect.HandlerOption
 			peerServiceLendHandler.ServeHTTP(w, r)
 		case PeerServiceEndLeaseProcedure:
 			peerServiceEndLeaseHandler.ServeHTTP(w, r)
+		case PeerServiceAllowFetchProcedure:
+			peerServiceAllowFetchHandler.ServeHTTP(w, r)
+		case PeerServiceEndFetchProcedure:
+			peerServiceEndFetchHandler.ServeHTTP(w, r)
+		case PeerServiceFetchProcedure:
+			peerServiceFetchHandler.ServeHTTP(w, r)
 		case PeerServiceEchoProcedure:
 			peerServiceEchoHandler.ServeHTTP(w, r)
 		default:
@@ -1071,6 +1153,18 @@ func (UnimplementedPeerServiceHandler) Lend(context.Context, *connect.Request[v1
 
 func (UnimplementedPeerServiceHandler) EndLease(context.Context, *connect.Request[v1.EndLeaseRequest]) (*connect.Response[v1.EndLeaseResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.cluster.v1.PeerService.EndLease is not implemented"))
+}
+
+func (UnimplementedPeerServiceHandler) AllowFetch(context.Context, *connect.Request[v1.AllowFetchRequest]) (*connect.Response[v1.AllowFetchResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.cluster.v1.PeerService.AllowFetch is not implemented"))
+}
+
+func (UnimplementedPeerServiceHandler) EndFetch(context.Context, *connect.Request[v1.EndFetchRequest]) (*connect.Response[v1.EndFetchResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.cluster.v1.PeerService.EndFetch is not implemented"))
+}
+
+func (UnimplementedPeerServiceHandler) Fetch(context.Context, *connect.Request[v1.FetchRequest]) (*connect.Response[v1.FetchResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.cluster.v1.PeerService.Fetch is not implemented"))
 }
 
 func (UnimplementedPeerServiceHandler) Echo(context.Context, *connect.Request[v1.EchoRequest]) (*connect.Response[v1.EchoResponse], error) {

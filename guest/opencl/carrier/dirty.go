@@ -1,0 +1,170 @@
+package carrier
+
+import (
+	"hash/maphash"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+)
+
+// What an application has changed in a mapped region is found by comparing sums of its pages
+// with those of what the far executor has shown there. A sum costs less than a copy would,
+// and 8 bytes of memory for a page. The sums have a secret seed: nobody can aim at a page
+// that changes unseen, and by chance one in 2⁶⁴ does.
+
+const (
+	sumPage   = 4 << 10
+	leastSums = 2 * sumPage // a smaller region is sent as a whole
+	mostShown = 1 << 16     // regions, and such as are to be shown
+	mostSums  = 8 << 20
+)
+
+// shown is what the far executor has shown of a region that is mapped for writing.
+type shown struct {
+	block remote.Block
+	got   uint64 // bytes that were shown
+	at    uint64 // arena offset of what comes next
+	exact bool   // sums are those of all that was shown
+	gone  bool   // it is unmapped
+	sums  []uint64
+}
+
+// hidden reports whether the application has not seen the region yet.
+func (s *shown) hidden() bool { return s.got < s.block.Size() }
+
+// asks records what the application asks to map.
+func (c *carrier) asks(m wire.Request) {
+	var k mapKey
+	var flags uint64
+	switch m := m.(type) {
+	case *wire.MapBuffer:
+		k, flags = mapKey{m.Mem, m.Map}, m.Flags
+	case *wire.MapImage:
+		k, flags = mapKey{m.Image, m.Map}, m.Flags
+	}
+	if flags&cl.MapWrite == 0 {
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(c.asked) < mostShown { // what was refused stays
+		c.asked[k] = struct{}{}
+	}
+}
+
+// await records that a region will be shown, if it was asked for here, and not before a swap,
+// and its content is wanted. The caller holds c.mu.
+func (c *carrier) await(m remote.Mapping) {
+	k := mapKey{m.Mem, m.ID}
+	_, asked := c.asked[k]
+	delete(c.asked, k)
+	c.forget(k)
+	if !m.Writes || !asked || len(c.shown) >= mostShown || c.awaited >= mostShown {
+		return
+	}
+	s := &shown{block: m.Block, at: m.Block.At, exact: m.Block.Tight() && m.Block.Size() >= leastSums}
+	c.shown[k] = s
+	c.awaited++
+	c.awaits[s.at] = append(c.awaits[s.at], s)
+}
+
+// forget ends the comparison of a region, and returns what was shown of it. The caller holds
+// c.mu.
+func (c *carrier) forget(k mapKey) *shown {
+	s := c.shown[k]
+	if s != nil {
+		delete(c.shown, k)
+		c.sums -= len(s.sums)
+		s.gone = true
+	}
+	return s
+}
+
+// shows takes a block that the far executor has sent, whose bytes are in the arena. Only the
+// reader of the stream of commands calls it.
+func (c *carrier) shows(x *remote.Block, body []byte) {
+	if x.End() > c.split {
+		return
+	}
+	c.mu.Lock()
+	s := c.current
+	if s == nil || x.At < s.at || x.End() > s.block.End() || s.block.Tight() && x.At != s.at {
+		s = nil
+		if q := c.awaits[x.At]; len(q) > 0 { // the oldest is shown first
+			s = q[0]
+			c.awaited--
+			if len(q) > 1 {
+				c.awaits[x.At] = q[1:]
+			} else {
+				delete(c.awaits, x.At)
+			}
+		}
+	}
+	c.current = s
+	exact := s != nil && s.exact && !s.gone
+	c.mu.Unlock()
+	var sums []uint64
+	for p := body; exact && len(p) > 0; p = p[min(len(p), sumPage):] {
+		sums = append(sums, maphash.Bytes(c.seed, p[:min(len(p), sumPage)]))
+	}
+	if s == nil {
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if x.End() > s.block.End() {
+		c.current = nil
+		return
+	}
+	if x.Size()%sumPage != 0 && x.End() != s.block.End() || c.sums+len(sums) > mostSums {
+		s.exact = false // all will be sent
+	}
+	if s.exact && !s.gone {
+		s.sums = append(s.sums, sums...)
+		c.sums += len(sums)
+	}
+	s.got += x.Size()
+	if s.at = x.End(); !s.hidden() {
+		c.current = nil
+	}
+}
+
+// sendWritten sends what the application has written into a region, before the request that
+// unmaps it. s is nil if the region was not shown here before it could be written.
+func (c *carrier) sendWritten(x remote.Block, s *shown) error {
+	switch {
+	case s == nil || s.block != x:
+		return c.sendBlock(x)
+	case s.hidden():
+		// It has not seen the region, and so has not written it: what is here is older than
+		// what the far executor has.
+		return nil
+	case !s.exact:
+		return c.sendBlock(x)
+	}
+	if err := x.Check(c.arena.Size()); err != nil {
+		return err
+	}
+	b := x.Bytes(c.arena.Bytes())
+	from := uint64(len(b)) // of the changed pages that are not sent
+	for i := range uint64(len(s.sums)) {
+		lo := i * sumPage
+		hi := min(lo+sumPage, uint64(len(b)))
+		same := maphash.Bytes(c.seed, b[lo:hi]) == s.sums[i]
+		if !same {
+			from = min(from, lo)
+		}
+		if from < hi && (same || hi == uint64(len(b))) {
+			to := hi
+			if same {
+				to = lo
+			}
+			if err := c.sendBlock(remote.Range(x.At+from, to-from)); err != nil {
+				return err
+			}
+			from = uint64(len(b))
+		}
+	}
+	return nil
+}

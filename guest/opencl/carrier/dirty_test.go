@@ -1,0 +1,270 @@
+package carrier
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"hash/maphash"
+	"net"
+	"testing"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
+	"github.com/gpuctl/gpuctl/guest/opencl/shm"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+	"github.com/gpuctl/gpuctl/internal/link"
+	"github.com/gpuctl/gpuctl/internal/testkit"
+)
+
+// farEnd plays the far executor's end of the stream of commands, and keeps an arena.
+type farEnd struct {
+	arena []byte
+	bytes int // in blocks
+	st    *link.Stream
+}
+
+// attach gives a carrier a far end that stores what it gets.
+func attach(t *testing.T, c *carrier) *farEnd {
+	t.Helper()
+	f := &farEnd{arena: make([]byte, 8<<20)}
+	f.st = link.New(link.Options{ID: c.dialer.Hello.Carrier, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody})
+	a, b := net.Pipe()
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 2)
+	go func() {
+		done <- c.commands.Serve(ctx, a, func(link.Frame) error { return nil })
+	}()
+	go func() {
+		done <- f.st.Serve(ctx, b, func(fr link.Frame) error {
+			if fr.Kind != remote.KindBlock {
+				return nil
+			}
+			x, err := remote.ParseBlock(fr.Head, uint64(len(f.arena)))
+			if err != nil {
+				return err
+			}
+			if x.Size() != uint64(len(fr.Body)) {
+				return errors.New("another size")
+			}
+			x.Store(f.arena, fr.Body)
+			f.bytes += len(fr.Body)
+			return nil
+		})
+	}()
+	t.Cleanup(func() { cancel(); <-done; <-done })
+	return f
+}
+
+// ask plays the application's call.
+func ask(t *testing.T, c *carrier, mem, id uint32, writes bool) {
+	t.Helper()
+	r := &wire.MapBuffer{Mem: mem, Map: id, Flags: cl.MapRead, Size: 1}
+	if writes {
+		r.Flags |= cl.MapWrite
+	}
+	if err := c.take(&batch{}, shm.Record{Op: wire.OpMapBuffer, Slot: 1, Body: r.Append(nil)}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// show plays a map command: the far executor tells of the mapping, and shows a range of its
+// arena in blocks of a megabyte.
+func (f *farEnd) show(t *testing.T, c *carrier, mem, id uint32, x remote.Block, writes bool) {
+	t.Helper()
+	ask(t, c, mem, id, writes)
+	m := remote.Mapping{Mem: mem, ID: id, Writes: writes, Block: x}
+	if err := c.giveCommand(remote.KindMapped, m.Append(nil), nil); err != nil {
+		t.Fatal(err)
+	}
+	f.blocks(t, c, x)
+}
+
+func (f *farEnd) blocks(t *testing.T, c *carrier, x remote.Block) {
+	t.Helper()
+	err := x.Split(1<<20, func(x remote.Block) error {
+		return c.giveCommand(remote.KindBlock, x.Append(nil), x.Bytes(f.arena))
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// unmap plays the application's call, and waits until the far end has what comes before it.
+func (f *farEnd) unmap(t *testing.T, c *carrier, mem, id uint32) (sent int) {
+	t.Helper()
+	before := f.bytes
+	tb := &batch{}
+	u := &wire.Unmap{Mem: mem, Map: id}
+	if err := c.take(tb, shm.Record{Op: wire.OpUnmap, Slot: wire.NoSlot, Body: u.Append(nil)}); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.flush(tb); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.commands.Drain(testkit.Context(t)); err != nil {
+		t.Fatal(err)
+	}
+	return f.bytes - before
+}
+
+func TestOnlyWhatWasChangedIsSent(t *testing.T) {
+	const at, n = 1 << 20, 3<<20 + 100
+	x := remote.Range(at, n)
+	for name, v := range map[string]struct {
+		change []uint64 // offsets in the region
+		sent   int
+	}{
+		"nothing":          {nil, 0},
+		"the first byte":   {[]uint64{0}, sumPage},
+		"the last byte":    {[]uint64{n - 1}, 100},
+		"two pages apart":  {[]uint64{5 * sumPage, 9*sumPage + 7}, 2 * sumPage},
+		"neighbours":       {[]uint64{5*sumPage - 1, 5 * sumPage}, 2 * sumPage},
+		"across megabytes": {[]uint64{1<<20 - 1, 1 << 20, n - 1}, 2*sumPage + 100},
+	} {
+		c := newCarrier(t)
+		f := attach(t, c)
+		for i := range f.arena {
+			f.arena[i] = byte(i * 7)
+		}
+		f.show(t, c, 3, 4, x, true)
+		if !bytes.Equal(c.arena.Bytes()[at:at+n], f.arena[at:at+n]) {
+			t.Fatal("the region is not shown")
+		}
+		for _, o := range v.change {
+			c.arena.Bytes()[at+o] ^= 0x55
+		}
+		if sent := f.unmap(t, c, 3, 4); sent != v.sent {
+			t.Errorf("%s: %d bytes were sent, not %d", name, sent, v.sent)
+		}
+		if !bytes.Equal(c.arena.Bytes()[at:at+n], f.arena[at:at+n]) {
+			t.Errorf("%s: the far executor has other bytes", name)
+		}
+		if len(c.shown) != 0 || c.sums != 0 || c.awaited != 0 || len(c.awaits) != 0 {
+			t.Errorf("%s: %d regions are kept, with %d sums, %d awaited", name, len(c.shown), c.sums, c.awaited)
+		}
+	}
+}
+
+// A region whose content at the far executor is not known is sent as a whole, and one that
+// the application has not seen yet is not sent at all.
+func TestWhatTheApplicationMayHaveWrittenIsSent(t *testing.T) {
+	const at, n = 1 << 20, 64 << 10
+	x := remote.Range(at, n)
+	mapped := func(c *carrier, asked bool) {
+		if asked {
+			ask(t, c, 1, 1, true)
+		}
+		m := remote.Mapping{Mem: 1, ID: 1, Writes: true, Block: x}
+		if err := c.giveCommand(remote.KindMapped, m.Append(nil), nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for name, v := range map[string]struct {
+		show func(f *farEnd, c *carrier)
+		sent int
+	}{
+		"a mapping from before a swap, or of a region that is all written": {func(_ *farEnd, c *carrier) { mapped(c, false) }, n},
+		"parts of a page": {func(f *farEnd, c *carrier) {
+			mapped(c, true)
+			f.blocks(t, c, remote.Range(at, 100))
+			f.blocks(t, c, remote.Range(at+100, n-100))
+		}, n},
+		// The application has not been told that it may write.
+		"nothing": {func(_ *farEnd, c *carrier) { mapped(c, true) }, 0},
+		"a part":  {func(f *farEnd, c *carrier) { mapped(c, true); f.blocks(t, c, remote.Range(at, n/2)) }, 0},
+		"an older mapping of the same region": {func(f *farEnd, c *carrier) {
+			ask(t, c, 9, 9, true)
+			m := remote.Mapping{Mem: 9, ID: 9, Writes: true, Block: x}
+			_ = c.giveCommand(remote.KindMapped, m.Append(nil), nil)
+			f.show(t, c, 1, 1, x, true) // the block is the older mapping's
+		}, 0},
+	} {
+		c := newCarrier(t)
+		f := attach(t, c)
+		v.show(f, c)
+		c.arena.Bytes()[at] ^= 1
+		if sent := f.unmap(t, c, 1, 1); sent != v.sent {
+			t.Errorf("%s: %d bytes were sent, not %d", name, sent, v.sent)
+		}
+	}
+}
+
+// A far host that tells of mappings again and again makes a carrier keep no more for it.
+func TestShownRegionsAreBounded(t *testing.T) {
+	c := newCarrier(t)
+	for i := range 3 * mostShown {
+		ask(t, c, uint32(i%7), 1, true)
+		m := remote.Mapping{Mem: uint32(i % 7), ID: 1, Writes: true, Block: remote.Range(uint64(i%5)<<20, leastSums)}
+		if err := c.giveCommand(remote.KindMapped, m.Append(nil), nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if c.awaited > mostShown || len(c.shown) > mostShown {
+		t.Errorf("%d awaited, %d shown", c.awaited, len(c.shown))
+	}
+}
+
+// The two ways to find what has changed: a sum of each page, and a copy.
+func BenchmarkFindChanges(b *testing.B) {
+	const n = 64 << 20
+	mem, keep, sums := make([]byte, n), make([]byte, n), make([]uint64, n/sumPage)
+	for i := range mem {
+		mem[i] = byte(i * 31)
+	}
+	seed := maphash.MakeSeed()
+	b.Run("sums", func(b *testing.B) {
+		b.SetBytes(n)
+		for range b.N {
+			for i := range sums {
+				sums[i] = maphash.Bytes(seed, mem[i*sumPage:(i+1)*sumPage])
+			}
+			for i := range sums {
+				if sums[i] != maphash.Bytes(seed, mem[i*sumPage:(i+1)*sumPage]) {
+					b.Fatal("another sum")
+				}
+			}
+		}
+	})
+	b.Run("copy", func(b *testing.B) {
+		b.SetBytes(n)
+		for range b.N {
+			copy(keep, mem)
+			for i := range sums {
+				if !bytes.Equal(keep[i*sumPage:(i+1)*sumPage], mem[i*sumPage:(i+1)*sumPage]) {
+					b.Fatal("other bytes")
+				}
+			}
+		}
+	})
+}
+
+// Whatever the far host shows of a region, an unmap ends it, and nothing of it is kept.
+func FuzzShownRegion(f *testing.F) {
+	page := make([]byte, 2*sumPage)
+	whole := remote.Range(0, 2*sumPage)
+	f.Add(whole.Append(nil), whole.Append(nil), page, remote.Range(0, 1).Append(nil), byte(1))
+	f.Add(whole.Append(nil), remote.Range(0, sumPage).Append(nil), page[:sumPage], remote.Range(sumPage, sumPage).Append(nil), byte(0))
+	f.Add(remote.Block{At: 100, Row: 10, Rows: 3, Slices: 2, RowPitch: 20, SlicePitch: 100}.Append(nil), remote.Range(100, 10).Append(nil), page[:10], remote.Range(120, 10).Append(nil), byte(3))
+	f.Fuzz(func(t *testing.T, region, first, body, second []byte, change byte) {
+		x, err := remote.ParseBlock(region, arenaSplit)
+		if err != nil || x.Size() > 1<<20 {
+			t.Skip()
+		}
+		c := newCarrier(t)
+		defer func() { _, _ = c.region.Close(), c.arena.Close() }()
+		ask(t, c, 1, 1, true)
+		if err := c.giveCommand(remote.KindMapped, remote.Mapping{Mem: 1, ID: 1, Writes: true, Block: x}.Append(nil), nil); err != nil {
+			t.Fatal(err)
+		}
+		_ = c.giveCommand(remote.KindBlock, first, body)
+		_ = c.giveCommand(remote.KindBlock, second, body)
+		c.arena.Bytes()[x.At] ^= change
+		u := &wire.Unmap{Mem: 1, Map: 1}
+		if err := c.take(&batch{}, shm.Record{Op: wire.OpUnmap, Slot: wire.NoSlot, Body: u.Append(nil)}); err != nil {
+			t.Error(err)
+		}
+		if len(c.shown) != 0 || c.sums != 0 || len(c.mappings) != 0 || c.awaited > 1 {
+			t.Errorf("%d regions are kept, with %d sums, %d awaited", len(c.shown), c.sums, c.awaited)
+		}
+	})
+}

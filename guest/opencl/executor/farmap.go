@@ -1,0 +1,137 @@
+package executor
+
+import (
+	"fmt"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+)
+
+// What a client on another host writes into a mapped region comes with the request that
+// unmaps it. Two cases are different. The client may write after that request, if an event
+// of its own keeps it from running: the bytes are fetched when it is its turn. And it cannot
+// have written before it was shown the region: what it has there is older then.
+
+// shownFirst reports whether a mapping is shown to the client before it may be written.
+func (mp *mapping) shownFirst() bool { return mp.Flags&cl.MapWriteInvalidateRegion == 0 }
+
+func (mp *mapping) writes() bool {
+	return mp.Flags&(cl.MapWrite|cl.MapWriteInvalidateRegion) != 0
+}
+
+// showsMap is shows for a mapping.
+func (s *session) showsMap(x *cmd, m *mem, mp *mapping) {
+	s.shows(x, m.block(mp))
+	if s.far != nil {
+		x.mapping, mp.unseen = mp, true
+	}
+}
+
+// unmapped returns the mapping that a parked request unmaps, if the client may have written
+// there.
+func (s *session) unmapped(p *parkedCall, u *wire.Unmap) (*mem, *mapping) {
+	s.redo = p
+	o := lookup[mem](s, u.Mem)
+	s.redo = nil
+	if o == nil || o.maps[u.Map] == nil || !o.maps[u.Map].writes() || o.maps[u.Map].unseen {
+		return nil, nil
+	}
+	for _, other := range s.parked {
+		if maps(other.op, other.body, u) {
+			return nil, nil
+		}
+	}
+	return o, o.maps[u.Map]
+}
+
+// maps reports whether a request makes the mapping that u ends.
+func maps(op wire.Op, body []byte, u *wire.Unmap) bool {
+	if op != wire.OpMapBuffer && op != wire.OpMapImage {
+		return false
+	}
+	m := wire.New(op)
+	if m.Decode(body) != nil {
+		return false
+	}
+	switch m := m.(type) {
+	case *wire.MapBuffer:
+		return m.Mem == u.Mem && m.Map == u.Map
+	case *wire.MapImage:
+		return m.Image == u.Mem && m.Map == u.Map
+	}
+	return false
+}
+
+// fetched reports whether what the client has written into the region that a parked request
+// unmaps is here. If not, it is fetched, and the request is looked at again. The caller holds
+// s.mu.
+func (s *session) fetched(p *parkedCall) bool {
+	if s.far == nil || p.op != wire.OpUnmap || p.fetch == fetchDone {
+		return true
+	}
+	if p.fetch == fetchBegun {
+		return false
+	}
+	x := s.reads(p)
+	if x.Row == 0 || x.Check(s.arena.Size()) != nil {
+		p.fetch = fetchDone
+		return true
+	}
+	p.fetch = fetchBegun
+	go func() {
+		s.far.send(s.far.commands, remote.KindNeed, x.Append(nil), nil)
+		err := s.far.sync(s.far.ctx)
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if err != nil {
+			s.log.Warn("mapped region", "err", err) // the executor ends
+			return
+		}
+		p.fetch = fetchDone
+		s.advance()
+	}()
+	return false
+}
+
+// Where the content of a region stands that a parked request unmaps.
+const (
+	fetchNone = iota
+	fetchBegun
+	fetchDone
+)
+
+// LateUnmaps returns the regions that the application may still write though it has asked to
+// unmap them: the requests are parked in the graph. Carriers need them: contents do not
+// overwrite those regions.
+func LateUnmaps(b []byte) ([]remote.Block, error) {
+	g, err := decodeGraph(b)
+	if err != nil {
+		return nil, fmt.Errorf("graph of the far executor: %w", err)
+	}
+	mems := map[uint32]*gMem{}
+	for i := range g.Mems {
+		mems[g.Mems[i].ID] = &g.Mems[i]
+	}
+	var out []remote.Block
+	for i := range g.Parked {
+		var u wire.Unmap
+		p := &g.Parked[i]
+		if wire.Op(p.Op) != wire.OpUnmap || u.Decode(p.Body) != nil {
+			continue
+		}
+		id := u.Mem
+		if ghost, ok := p.Alias[id]; ok {
+			id = ghost
+		}
+		if g := mems[id]; g != nil {
+			m := &mem{kind: g.Kind, size: g.Size, elem: g.Elem, desc: g.Desc}
+			for k := range g.Maps {
+				if mp := &g.Maps[k]; mp.ID == u.Map && mp.writes() {
+					out = append(out, m.block(mp))
+				}
+			}
+		}
+	}
+	return out, nil
+}

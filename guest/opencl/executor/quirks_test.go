@@ -1,0 +1,45 @@
+package executor
+
+import (
+	"errors"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gpuctl/gpuctl/guest/confine"
+)
+
+// PoCL ends the process at the first kernel that it can't load. A session would be lost
+// after its swap, so the swap must fail instead.
+func TestARuntimeThatCannotLoadItsKernelsIsRefused(t *testing.T) {
+	cache := t.TempDir()
+	if err := unix.Mount("tmpfs", cache, "tmpfs", unix.MS_NOEXEC, "size=1m"); err != nil {
+		t.Skipf("no rights to mount: %v", err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(cache, unix.MNT_DETACH); err != nil {
+			t.Error(err)
+		}
+	})
+	t.Setenv("POCL_CACHE_DIR", "")
+	for _, device := range []string{"basic-x", "pthread-x", ""} {
+		q := quirkOf("Portable Computing Language", device)
+		t.Setenv("HOME", cache)
+		if err := q.check("libpocl.so.2"); !errors.Is(err, confine.ErrNoExec) {
+			t.Errorf("%q: %v", device, err)
+		}
+		t.Setenv("HOME", t.TempDir())
+		if err := q.check("libpocl.so.2"); err != nil {
+			t.Errorf("%q: %v", device, err)
+		}
+		t.Setenv("POCL_CACHE_DIR", cache)
+		if err := q.check("libpocl.so.2"); !errors.Is(err, confine.ErrNoExec) {
+			t.Errorf("%q, with a cache of its own: %v", device, err)
+		}
+		t.Setenv("POCL_CACHE_DIR", "")
+	}
+	t.Setenv("HOME", cache)
+	if err := quirkOf("NVIDIA CUDA", "").check("libnvidia-opencl.so.1"); err != nil {
+		t.Error("it needs no libraries:", err)
+	}
+}
