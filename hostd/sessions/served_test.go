@@ -103,13 +103,15 @@ func newServed(t *testing.T) (*lender, *fakeServers) {
 	return l, s
 }
 
-// settled waits until the service VM may be used.
+// settled waits until the service VM may be used, and the cluster knows it.
 func (l *lender) settled() {
 	l.t.Helper()
 	testkit.Until(l.t, "what computes in the service VM is known", func() error {
 		l.host.mu.Lock()
-		defer l.host.mu.Unlock()
-		return testkit.Want(l.host.clean[svc.UUID])
+		clean := l.host.clean[svc.UUID]
+		l.host.mu.Unlock()
+		g := l.node.View().GPU("here/" + served)
+		return testkit.Want(clean && g.GetHealth() == clusterv1.Health_HEALTH_OK, g)
 	})
 }
 
