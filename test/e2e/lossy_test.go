@@ -136,23 +136,24 @@ func TestCompressedConnectionsCompute(t *testing.T) {
 	r := start(t)
 	s := launchStream(t, r, rig.Basic, "--kib", "256", "--buffers", "2", "--mapped")
 	s.until(t, "iteration 2 ")
-	out, err := r.Gpuctl(t.Context(), "-o", "json", "describe", "session")
-	if err != nil {
-		t.Fatal(err)
-	}
 	type traffic struct{ Plain, Compressed, CompressedTo uint64 }
-	var v struct {
-		To   traffic `json:"to_far"`
-		From traffic `json:"from_far"`
-	}
-	if err := json.Unmarshal(bytes.ReplaceAll(out, []byte("compressed_to"), []byte("CompressedTo")), &v); err != nil {
-		t.Fatal(err)
-	}
-	for _, x := range []traffic{v.To, v.From} {
-		if x.Plain == 0 || x.Compressed == 0 || x.CompressedTo == 0 || x.CompressedTo >= x.Compressed {
-			t.Errorf("sent: %+v of %s", x, out)
+	testkit.Until(t, "both directions are counted", func() error { // gpuguest asks for the counts now and then
+		out, err := r.Gpuctl(t.Context(), "-o", "json", "describe", "session")
+		if err != nil {
+			return err
 		}
-	}
+		var v struct {
+			To   traffic `json:"to_far"`
+			From traffic `json:"from_far"`
+		}
+		if err := json.Unmarshal(bytes.ReplaceAll(out, []byte("compressed_to"), []byte("CompressedTo")), &v); err != nil {
+			t.Fatal(err)
+		}
+		counted := func(x traffic) bool {
+			return x.Plain > 0 && x.Compressed > 0 && x.CompressedTo > 0 && x.CompressedTo < x.Compressed
+		}
+		return testkit.Want(counted(v.To) && counted(v.From), string(out))
+	})
 	for _, gpu := range []string{rig.Pthread, rig.Basic} {
 		swap(t, r, gpu)
 		s.more(t, 1)
