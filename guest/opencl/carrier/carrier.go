@@ -86,8 +86,7 @@ type carrier struct {
 	changed  *sync.Cond
 	mappings map[mapKey]remote.Mapping
 	seed     maphash.Seed
-	asked    map[mapKey]struct{}  // mappings for writing that the application has asked for
-	shown    map[mapKey]*shown    // of the mappings that were asked for here
+	shown    map[mapKey]*shown    // of the mappings whose content comes
 	late     []remote.Block       // of a frozen session: unmapped, but the application may still write
 	awaits   map[uint64][]*shown  // by the arena offset at which they begin
 	awaited  int                  // in awaits
@@ -133,7 +132,7 @@ func Main(ctx context.Context, cfg Config) error {
 func open(ctx context.Context, cfg Config, ringFD, arenaFD, stateFD int) (*carrier, error) {
 	c := &carrier{
 		cfg: cfg, log: cfg.Logger, state: os.NewFile(uintptr(stateFD), "state"), stop: make(chan struct{}),
-		callers: map[uint64]struct{}{}, mappings: map[mapKey]remote.Mapping{}, seed: maphash.MakeSeed(), asked: map[mapKey]struct{}{}, shown: map[mapKey]*shown{}, awaits: map[uint64][]*shown{}, reads: map[uint32][2]uint64{},
+		callers: map[uint64]struct{}{}, mappings: map[mapKey]remote.Mapping{}, seed: maphash.MakeSeed(), shown: map[mapKey]*shown{}, awaits: map[uint64][]*shown{}, reads: map[uint32][2]uint64{},
 		callbacks: make(chan [3]uint32, wire.CbCount), tellTaken: make(chan struct{}, 1),
 	}
 	c.changed = sync.NewCond(&c.mu)

@@ -3,9 +3,7 @@ package carrier
 import (
 	"hash/maphash"
 
-	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
-	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
 // What an application has changed in a mapped region is found by comparing sums of its pages
@@ -33,34 +31,11 @@ type shown struct {
 // hidden reports whether the application has not seen the region yet.
 func (s *shown) hidden() bool { return s.got < s.block.Size() }
 
-// asks records what the application asks to map.
-func (c *carrier) asks(m wire.Request) {
-	var k mapKey
-	var flags uint64
-	switch m := m.(type) {
-	case *wire.MapBuffer:
-		k, flags = mapKey{m.Mem, m.Map}, m.Flags
-	case *wire.MapImage:
-		k, flags = mapKey{m.Image, m.Map}, m.Flags
-	}
-	if flags&cl.MapWrite == 0 {
-		return
-	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if len(c.asked) < mostShown { // what was refused stays
-		c.asked[k] = struct{}{}
-	}
-}
-
-// await records that a region will be shown, if it was asked for here, and not before a swap,
-// and its content is wanted. The caller holds c.mu.
+// await records that a region will be shown, if its content is wanted. The caller holds c.mu.
 func (c *carrier) await(m remote.Mapping) {
 	k := mapKey{m.Mem, m.ID}
-	_, asked := c.asked[k]
-	delete(c.asked, k)
 	c.forget(k)
-	if !m.Writes || !asked || len(c.shown) >= mostShown || c.awaited >= mostShown {
+	if !m.Writes || !m.Comes || len(c.shown) >= mostShown || c.awaited >= mostShown {
 		return
 	}
 	s := &shown{block: m.Block, at: m.Block.At, exact: m.Block.Tight() && m.Block.Size() >= leastSums}

@@ -8,7 +8,6 @@ import (
 	"net"
 	"testing"
 
-	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
@@ -55,24 +54,11 @@ func attach(t *testing.T, c *carrier) *farEnd {
 	return f
 }
 
-// ask plays the application's call.
-func ask(t *testing.T, c *carrier, mem, id uint32, writes bool) {
-	t.Helper()
-	r := &wire.MapBuffer{Mem: mem, Map: id, Flags: cl.MapRead, Size: 1}
-	if writes {
-		r.Flags |= cl.MapWrite
-	}
-	if err := c.take(&batch{}, shm.Record{Op: wire.OpMapBuffer, Slot: 1, Body: r.Append(nil)}); err != nil {
-		t.Fatal(err)
-	}
-}
-
 // show plays a map command: the far executor tells of the mapping, and shows a range of its
 // arena in blocks of a megabyte.
 func (f *farEnd) show(t *testing.T, c *carrier, mem, id uint32, x remote.Block, writes bool) {
 	t.Helper()
-	ask(t, c, mem, id, writes)
-	m := remote.Mapping{Mem: mem, ID: id, Writes: writes, Block: x}
+	m := remote.Mapping{Mem: mem, ID: id, Writes: writes, Comes: true, Block: x}
 	if err := c.giveCommand(remote.KindMapped, m.Append(nil), nil); err != nil {
 		t.Fatal(err)
 	}
@@ -150,11 +136,8 @@ func TestOnlyWhatWasChangedIsSent(t *testing.T) {
 func TestWhatTheApplicationMayHaveWrittenIsSent(t *testing.T) {
 	const at, n = 1 << 20, 64 << 10
 	x := remote.Range(at, n)
-	mapped := func(c *carrier, asked bool) {
-		if asked {
-			ask(t, c, 1, 1, true)
-		}
-		m := remote.Mapping{Mem: 1, ID: 1, Writes: true, Block: x}
+	mapped := func(c *carrier, comes bool) {
+		m := remote.Mapping{Mem: 1, ID: 1, Writes: true, Comes: comes, Block: x}
 		if err := c.giveCommand(remote.KindMapped, m.Append(nil), nil); err != nil {
 			t.Fatal(err)
 		}
@@ -173,8 +156,7 @@ func TestWhatTheApplicationMayHaveWrittenIsSent(t *testing.T) {
 		"nothing": {func(_ *farEnd, c *carrier) { mapped(c, true) }, 0},
 		"a part":  {func(f *farEnd, c *carrier) { mapped(c, true); f.blocks(t, c, remote.Range(at, n/2)) }, 0},
 		"an older mapping of the same region": {func(f *farEnd, c *carrier) {
-			ask(t, c, 9, 9, true)
-			m := remote.Mapping{Mem: 9, ID: 9, Writes: true, Block: x}
+			m := remote.Mapping{Mem: 9, ID: 9, Writes: true, Comes: true, Block: x}
 			_ = c.giveCommand(remote.KindMapped, m.Append(nil), nil)
 			f.show(t, c, 1, 1, x, true) // the block is the older mapping's
 		}, 0},
@@ -193,8 +175,7 @@ func TestWhatTheApplicationMayHaveWrittenIsSent(t *testing.T) {
 func TestShownRegionsAreBounded(t *testing.T) {
 	c := newCarrier(t)
 	for i := range 3 * mostShown {
-		ask(t, c, uint32(i%7), 1, true)
-		m := remote.Mapping{Mem: uint32(i % 7), ID: 1, Writes: true, Block: remote.Range(uint64(i%5)<<20, leastSums)}
+		m := remote.Mapping{Mem: uint32(i % 7), ID: 1, Writes: true, Comes: true, Block: remote.Range(uint64(i%5)<<20, leastSums)}
 		if err := c.giveCommand(remote.KindMapped, m.Append(nil), nil); err != nil {
 			t.Fatal(err)
 		}
@@ -252,8 +233,7 @@ func FuzzShownRegion(f *testing.F) {
 		}
 		c := newCarrier(t)
 		defer func() { _, _ = c.region.Close(), c.arena.Close() }()
-		ask(t, c, 1, 1, true)
-		if err := c.giveCommand(remote.KindMapped, remote.Mapping{Mem: 1, ID: 1, Writes: true, Block: x}.Append(nil), nil); err != nil {
+		if err := c.giveCommand(remote.KindMapped, remote.Mapping{Mem: 1, ID: 1, Writes: true, Comes: true, Block: x}.Append(nil), nil); err != nil {
 			t.Fatal(err)
 		}
 		_ = c.giveCommand(remote.KindBlock, first, body)

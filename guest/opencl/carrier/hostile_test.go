@@ -48,7 +48,7 @@ func newCarrier(t testing.TB) *carrier {
 	q.SetServing(1)
 	c := &carrier{
 		cfg: Config{Generation: 1}, log: slog.New(slog.DiscardHandler), ring: q, region: ring, arena: arena, split: arenaSplit,
-		mappings: map[mapKey]remote.Mapping{}, seed: maphash.MakeSeed(), asked: map[mapKey]struct{}{}, shown: map[mapKey]*shown{}, awaits: map[uint64][]*shown{}, reads: map[uint32][2]uint64{}, callers: map[uint64]struct{}{},
+		mappings: map[mapKey]remote.Mapping{}, seed: maphash.MakeSeed(), shown: map[mapKey]*shown{}, awaits: map[uint64][]*shown{}, reads: map[uint32][2]uint64{}, callers: map[uint64]struct{}{},
 		callbacks: make(chan [3]uint32, wire.CbCount), tellTaken: make(chan struct{}, 1),
 	}
 	c.changed = sync.NewCond(&c.mu)

@@ -205,12 +205,6 @@ func (c *carrier) take(t *batch, rec shm.Record) error {
 			c.expect(rec.Slot, pend, off, n)
 			c.mu.Unlock()
 		}
-	case wire.OpMapBuffer, wire.OpMapImage:
-		m, err := t.decode(rec)
-		if err != nil {
-			return err
-		}
-		c.asks(m)
 	case wire.OpUnmap:
 		m, err := t.decode(rec)
 		if err != nil {

@@ -218,13 +218,7 @@ func (f *farEnd) own(ctx context.Context, s *session) error {
 		return nil
 	}
 	s.mu.Lock()
-	s.each(func(_ uint32, _ uint64, o any) {
-		if m, ok := o.(*mem); ok {
-			for _, mp := range m.maps {
-				s.mapped(m, mp)
-			}
-		}
-	})
+	s.tellMaps()
 	var need []remote.Block
 	for _, p := range s.parked {
 		if x := s.reads(p); x.Row != 0 {
@@ -243,6 +237,21 @@ func (f *farEnd) own(ctx context.Context, s *session) error {
 	}
 	f.SetOwner(f.hello.Generation)
 	return nil
+}
+
+// tellMaps tells a new carrier of the mappings that there are. Such as parked commands are to
+// show will come.
+func (s *session) tellMaps() {
+	s.each(func(_ uint32, _ uint64, o any) {
+		m, ok := o.(*mem)
+		if !ok {
+			return
+		}
+		for _, mp := range m.maps {
+			mp.unseen = mp.unseen || mp.shownFirst() && s.isToMap(m, mp)
+			s.mapped(m, mp)
+		}
+	})
 }
 
 // reads returns what a parked request will read in the arena.
@@ -289,7 +298,7 @@ func (s *session) mapped(m *mem, mp *mapping) {
 	if s.far == nil {
 		return
 	}
-	x := remote.Mapping{Mem: m.id, ID: mp.ID, Writes: mp.writes(), Block: m.block(mp)}
+	x := remote.Mapping{Mem: m.id, ID: mp.ID, Writes: mp.writes(), Comes: mp.unseen, Block: m.block(mp)}
 	s.far.post(remote.KindMapped, x.Append(nil), nil)
 }
 

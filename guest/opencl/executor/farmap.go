@@ -2,6 +2,7 @@ package executor
 
 import (
 	"fmt"
+	"slices"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
@@ -31,36 +32,49 @@ func (s *session) showsMap(x *cmd, m *mem, mp *mapping) {
 // unmapped returns the mapping that a parked request unmaps, if the client may have written
 // there.
 func (s *session) unmapped(p *parkedCall, u *wire.Unmap) (*mem, *mapping) {
-	s.redo = p
-	o := lookup[mem](s, u.Mem)
-	s.redo = nil
-	if o == nil || o.maps[u.Map] == nil || !o.maps[u.Map].writes() || o.maps[u.Map].unseen {
+	m := lookupFor[mem](s, p, u.Mem)
+	if m == nil {
 		return nil, nil
 	}
-	for _, other := range s.parked {
-		if maps(other.op, other.body, u) {
-			return nil, nil
-		}
+	mp := m.maps[u.Map]
+	if mp == nil || !mp.writes() || mp.unseen || s.isToMap(m, mp) {
+		return nil, nil
 	}
-	return o, o.maps[u.Map]
+	return m, mp
 }
 
-// maps reports whether a request makes the mapping that u ends.
-func maps(op wire.Op, body []byte, u *wire.Unmap) bool {
+// isToMap reports whether the command that shows a mapping to the client is parked.
+func (s *session) isToMap(m *mem, mp *mapping) bool {
+	return slices.ContainsFunc(s.parked, func(p *parkedCall) bool {
+		object, id, ok := maps(p.op, p.body)
+		return ok && id == mp.ID && lookupFor[mem](s, p, object) == m
+	})
+}
+
+// lookupFor finds an object as a parked request names it.
+func lookupFor[T any](s *session, p *parkedCall, id uint32) *T {
+	was := s.redo
+	s.redo = p
+	defer func() { s.redo = was }()
+	return lookup[T](s, id)
+}
+
+// maps returns the object and the mapping that a request makes, if it makes one.
+func maps(op wire.Op, body []byte) (object, id uint32, ok bool) {
 	if op != wire.OpMapBuffer && op != wire.OpMapImage {
-		return false
+		return 0, 0, false
 	}
 	m := wire.New(op)
 	if m.Decode(body) != nil {
-		return false
+		return 0, 0, false
 	}
 	switch m := m.(type) {
 	case *wire.MapBuffer:
-		return m.Mem == u.Mem && m.Map == u.Map
+		return m.Mem, m.Map, true
 	case *wire.MapImage:
-		return m.Image == u.Mem && m.Map == u.Map
+		return m.Image, m.Map, true
 	}
-	return false
+	return 0, 0, false
 }
 
 // fetched reports whether what the client has written into the region that a parked request

@@ -226,14 +226,26 @@ func (x *Block) rows(f func(at uint64)) {
 type Mapping struct {
 	Mem, ID uint32
 	Writes  bool // the application may write it
-	Block   Block
+	// Comes: its content will be sent, and before that the application does not know that it may
+	// use the region. Otherwise the application has it already, or writes all of it.
+	Comes bool
+	Block Block
 }
+
+// The flags of a Mapping.
+const (
+	mapWrites = 1 << iota
+	mapComes
+)
 
 // Append encodes the mapping.
 func (m Mapping) Append(b []byte) []byte {
 	w := uint64(0)
 	if m.Writes {
-		w = 1
+		w |= mapWrites
+	}
+	if m.Comes {
+		w |= mapComes
 	}
 	return m.Block.Append(append(b, Words(uint64(m.Mem)|uint64(m.ID)<<32, w)...))
 }
@@ -247,10 +259,10 @@ func ParseMapping(b []byte, limit uint64) (m Mapping, err error) {
 	if err := ParseWords(b[:16], &ids, &w); err != nil {
 		return m, err
 	}
-	if w > 1 {
+	if w&^(mapWrites|mapComes) != 0 {
 		return m, fmt.Errorf("mapping with flags %#x: %w", w, ErrFrame)
 	}
-	m.Mem, m.ID, m.Writes = uint32(ids), uint32(ids>>32), w == 1
+	m.Mem, m.ID, m.Writes, m.Comes = uint32(ids), uint32(ids>>32), w&mapWrites != 0, w&mapComes != 0
 	m.Block, err = ParseBlock(b[16:], limit)
 	return m, err
 }

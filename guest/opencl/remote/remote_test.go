@@ -246,6 +246,7 @@ func FuzzBlock(f *testing.F) {
 
 func FuzzMapping(f *testing.F) {
 	f.Add(Mapping{Mem: 70, ID: 3, Writes: true, Block: Range(0, 100)}.Append(nil))
+	f.Add(Mapping{Mem: 70, ID: 3, Writes: true, Comes: true, Block: Range(0, 100)}.Append(nil))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		m, err := ParseMapping(b, 1<<20)
 		if err == nil && m.Block.End() > 1<<20 {

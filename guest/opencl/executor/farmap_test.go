@@ -1,0 +1,84 @@
+package executor
+
+import (
+	"context"
+	"log/slog"
+	"net"
+	"testing"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+	"github.com/gpuctl/gpuctl/internal/link"
+	"github.com/gpuctl/gpuctl/internal/testkit"
+)
+
+// After a swap, a new carrier is told of mappings whose content is still to come: if the
+// application unmaps such a region without waiting, the bytes that it has there are older
+// than those of the far executor, and must not be sent.
+func TestRestoredMappingsThatAreYetToRunCome(t *testing.T) {
+	f := testFarEnd(t)
+	got := map[uint32]remote.Mapping{}
+	all := make(chan struct{})
+	peer := link.New(link.Options{ID: link.ID{1}, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody})
+	a, b := net.Pipe()
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 2)
+	go func() { done <- f.commands.Serve(ctx, a, func(link.Frame) error { return nil }) }()
+	go func() {
+		done <- peer.Serve(ctx, b, func(fr link.Frame) error {
+			m, err := remote.ParseMapping(fr.Head, farSplit)
+			if got[m.ID] = m; len(got) == 5 {
+				close(all)
+			}
+			return err
+		})
+	}()
+	t.Cleanup(func() { cancel(); <-done; <-done })
+
+	park := func(m wire.Request, op wire.Op, alias map[uint32]uint32) *parkedCall {
+		return &parkedCall{call: call{op, wire.NoSlot, m.Append(nil)}, alias: alias}
+	}
+	const old = wire.MaxID + 1 // another object that was released, and had the same id
+	mem1 := &mem{id: wire.FirstID, size: 1 << 20, maps: map[uint32]*mapping{}}
+	ghost := &mem{id: wire.FirstID, size: 1 << 20, maps: map[uint32]*mapping{}}
+	for id, flags := range map[uint32]uint64{1: cl.MapWrite, 2: cl.MapRead | cl.MapWrite, 3: cl.MapWriteInvalidateRegion, 4: cl.MapWrite} {
+		mem1.maps[id] = &mapping{ID: id, Flags: flags, At: uint64(id) << 16, Size: 1 << 16}
+	}
+	ghost.maps[5] = &mapping{ID: 5, Flags: cl.MapWrite, At: 5 << 16, Size: 1 << 16}
+	s := &session{
+		far: f, log: slog.New(slog.DiscardHandler), objs: make([]any, wire.FirstID+1), serials: make([]uint64, wire.FirstID+1), ghosts: map[uint32]any{old: ghost},
+		parked: []*parkedCall{
+			park(&wire.MapBuffer{Mem: wire.FirstID, Map: 2, Flags: cl.MapRead | cl.MapWrite}, wire.OpMapBuffer, nil),
+			park(&wire.MapBuffer{Mem: wire.FirstID, Map: 3, Flags: cl.MapWriteInvalidateRegion}, wire.OpMapBuffer, nil),
+			park(&wire.MapBuffer{Mem: wire.FirstID, Map: 5, Flags: cl.MapWrite}, wire.OpMapBuffer, map[uint32]uint32{wire.FirstID: old}),
+			park(&wire.MapBuffer{Mem: wire.FirstID, Map: 1, Flags: cl.MapWrite}, wire.OpMapBuffer, map[uint32]uint32{wire.FirstID: old}),
+		},
+	}
+	s.objs[wire.FirstID] = mem1
+	s.mu.Lock()
+	s.tellMaps()
+	s.mu.Unlock()
+	select {
+	case <-all:
+	case <-testkit.Context(t).Done():
+		t.Fatalf("told of %v", got)
+	}
+	for id, comes := range map[uint32]bool{
+		1: false, // it ran before; what is parked maps another object
+		2: true,
+		3: false, // the application writes all of it
+		4: false, // it ran before: the application may have written it
+		5: true,
+	} {
+		if m := got[id]; m.Comes != comes || !m.Writes {
+			t.Errorf("mapping %d: %+v, want comes %v", id, m, comes)
+		}
+	}
+	if u := (&wire.Unmap{Mem: wire.FirstID, Map: 4}); s.reads(park(u, wire.OpUnmap, nil)).Row == 0 {
+		t.Error("what the application may have written is not fetched")
+	}
+	if u := (&wire.Unmap{Mem: wire.FirstID, Map: 2}); s.reads(park(u, wire.OpUnmap, nil)).Row != 0 {
+		t.Error("older bytes of the application are fetched")
+	}
+}
