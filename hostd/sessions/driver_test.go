@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"connectrpc.com/connect"
+	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/hostd/guesttest"
@@ -205,6 +206,11 @@ func TestALostCUDASessionKeepsWhatItMayBeOn(t *testing.T) {
 	if r, err := f.swap(id, gpuctlv1.Verb_VERB_MIGRATE, cardB, ""); err != nil || r.GetError() == "" {
 		t.Fatal(r, err)
 	}
+	f.host.mu.Lock()
+	late := proto.CloneOf(f.host.sessions[id].Session)
+	f.host.mu.Unlock()
+	late.State = gpuctlv1.SessionState_SESSION_STATE_SWAPPING
+	f.host.handleUpdate(t.Context(), late) // the stream of changes may be behind the result
 	f.releaseAll()
 	for _, card := range []string{cardA, cardB} {
 		if c := f.claim(&gpuctlv1.CreateClaimRequest{Engine: "driver", Expr: `id == "` + card + `"`}); c != nil {

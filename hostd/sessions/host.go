@@ -394,6 +394,11 @@ func (h *Host) update(s *gpuctlv1.Session, listed bool) {
 		return // this message is older than what is known
 	}
 	ended := s.GetState() == gpuctlv1.SessionState_SESSION_STATE_ENDED
+	if old != nil && old.GetState() == gpuctlv1.SessionState_SESSION_STATE_LOST && s.GetState() != gpuctlv1.SessionState_SESSION_STATE_LOST && !ended {
+		// Nothing brings it back: this is older than the result that told of the loss. It would give
+		// away the target, where its processes may be.
+		return
+	}
 	if ended {
 		h.over[id] = time.Now()
 	}
