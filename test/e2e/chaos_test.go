@@ -48,7 +48,7 @@ func TestFailedSwapsDoNotShow(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			disturb(t, []string{rig.Basic, rig.Pthread}, chaos.Options{
-				Operations: 40, Fail: 35, Kill: 15, Seed: uint64(time.Now().UnixNano()),
+				Operations: 24, Fail: 35, Kill: 15, Seed: uint64(time.Now().UnixNano()),
 			}, args...)
 		})
 	}
