@@ -89,7 +89,7 @@ func (l *Losses) Add(s *gpuctlv1.Session, why string) error {
 		return nil
 	}
 	one := &gpuctlv1.LostSession{
-		Id: s.GetId(), Command: excerpt.Line(s.GetCommand(), lostCommand), Reason: excerpt.Line(why, lostReason), LostUnixMs: time.Now().UnixMilli(),
+		Id: s.GetId(), Claim: excerpt.Line(s.GetClaim(), lostCommand), Command: excerpt.Line(s.GetCommand(), lostCommand), Reason: excerpt.Line(why, lostReason), LostUnixMs: time.Now().UnixMilli(),
 	}
 	l.all = append(l.all, one)
 	l.trim()

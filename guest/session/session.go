@@ -224,9 +224,9 @@ func (s *session) lose(why string) {
 	s.mu.Unlock()
 	left := s.left()
 	killAll(left) // they must not touch the ring any more
-	s.mem.setState(wire.StateLost)
 	s.log.Error("session lost", "err", why)
-	s.remember(why)
+	s.remember(why) // before the application knows: it may end at once, and who started it asks why
+	s.mem.setState(wire.StateLost)
 	if len(living(left)) == 0 {
 		s.lost(why)
 		return

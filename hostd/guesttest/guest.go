@@ -43,6 +43,7 @@ type Guest struct {
 	changed  chan struct{} // closed and replaced at each change
 	offers   map[string]*gpuctlv1.OfferRequest
 	sessions map[string]*gpuctlv1.Session
+	lost     []*gpuctlv1.LostSession
 	busy     map[string]bool
 	leases   map[string]*lease
 	next     int
@@ -236,6 +237,7 @@ func (g *Guest) ListSessions(context.Context, *connect.Request[gpuctlv1.ListSess
 			res.Sessions = append(res.Sessions, s)
 		}
 	}
+	res.Lost = slices.Clone(g.lost)
 	return connect.NewResponse(res), nil
 }
 
@@ -372,6 +374,7 @@ func (g *Guest) operate(ctx context.Context, stream *connect.ServerStream[gpuctl
 	case errors.Is(err, ErrLose):
 		s = proto.CloneOf(before)
 		s.State, s.Message = gpuctlv1.SessionState_SESSION_STATE_LOST, err.Error()
+		g.lost = append(g.lost, &gpuctlv1.LostSession{Id: id, Claim: s.GetClaim(), Reason: err.Error()})
 		g.set(s)
 		result = &gpuctlv1.SwapResult{Session: s, Error: err.Error()}
 	case err != nil:

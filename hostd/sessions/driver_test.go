@@ -211,6 +211,12 @@ func TestALostCUDASessionKeepsWhatItMayBeOn(t *testing.T) {
 	f.host.mu.Unlock()
 	late.State = gpuctlv1.SessionState_SESSION_STATE_SWAPPING
 	f.host.handleUpdate(t.Context(), late) // the stream of changes may be behind the result
+	if lost := f.host.lostOf(t.Context(), late.GetClaim()); len(lost) != 1 || lost[0].GetId() != id || lost[0].GetReason() == "" {
+		t.Errorf("lost: %v", lost)
+	}
+	if lost := f.host.lostOf(t.Context(), "c-other"); len(lost) != 0 {
+		t.Errorf("lost of another claim: %v", lost)
+	}
 	f.releaseAll()
 	for _, card := range []string{cardA, cardB} {
 		if c := f.claim(&gpuctlv1.CreateClaimRequest{Engine: "driver", Expr: `id == "` + card + `"`}); c != nil {

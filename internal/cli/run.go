@@ -195,7 +195,13 @@ func (a *app) run(ctx context.Context, f runFlags, args []string) (err error) {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
 		defer cancel()
 		// Otherwise hostd releases it when it notices that this process has ended.
-		_, _ = host.ReleaseClaim(ctx, connect.NewRequest(&gpuctlv1.ReleaseClaimRequest{Claim: claim.GetClaim().GetId()}))
+		res, err := host.ReleaseClaim(ctx, connect.NewRequest(&gpuctlv1.ReleaseClaimRequest{Claim: claim.GetClaim().GetId()}))
+		if err != nil {
+			return
+		}
+		for _, l := range res.Msg.GetLost() {
+			fmt.Fprintf(a.Err, "gpuctl: session %s was lost: %s\n", l.GetId(), l.GetReason())
+		}
 	}()
 	a.dirs.Sweep()
 	vendors, err := vendorsFolder(a.dirs.Default(), icd)

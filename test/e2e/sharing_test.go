@@ -195,6 +195,9 @@ func TestSessionThatKeepsTheGPUIsEnded(t *testing.T) {
 	if err := a.wait(t); err == nil {
 		t.Error("the application of a session that is lost ends well")
 	}
+	if out := a.output(); !strings.Contains(out, " was lost: command forever has had GPU large for ") {
+		t.Errorf("gpuctl run does not say why: %s", out)
+	}
 	b.more(t, 2)
 	b.verify(t)
 }

@@ -816,6 +816,7 @@ func (x *ReleaseClaimRequest) GetClaim() string {
 
 type ReleaseClaimResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
+	Lost          []*LostSession         `protobuf:"bytes,1,rep,name=lost,proto3" json:"lost,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -848,6 +849,13 @@ func (x *ReleaseClaimResponse) ProtoReflect() protoreflect.Message {
 // Deprecated: Use ReleaseClaimResponse.ProtoReflect.Descriptor instead.
 func (*ReleaseClaimResponse) Descriptor() ([]byte, []int) {
 	return file_gpuctl_v1_host_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *ReleaseClaimResponse) GetLost() []*LostSession {
+	if x != nil {
+		return x.Lost
+	}
+	return nil
 }
 
 type ListClaimsRequest struct {
@@ -1988,8 +1996,9 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\x04gpus\x18\x04 \x03(\v2\x0e.gpuctl.v1.GPUR\x04gpus\x120\n" +
 	"\brejected\x18\x05 \x03(\v2\x14.gpuctl.v1.CandidateR\brejected\"+\n" +
 	"\x13ReleaseClaimRequest\x12\x14\n" +
-	"\x05claim\x18\x01 \x01(\tR\x05claim\"\x16\n" +
-	"\x14ReleaseClaimResponse\"\x13\n" +
+	"\x05claim\x18\x01 \x01(\tR\x05claim\"B\n" +
+	"\x14ReleaseClaimResponse\x12*\n" +
+	"\x04lost\x18\x01 \x03(\v2\x16.gpuctl.v1.LostSessionR\x04lost\"\x13\n" +
 	"\x11ListClaimsRequest\">\n" +
 	"\x12ListClaimsResponse\x12(\n" +
 	"\x06claims\x18\x01 \x03(\v2\x10.gpuctl.v1.ClaimR\x06claims\"`\n" +
@@ -2137,12 +2146,13 @@ var file_gpuctl_v1_host_proto_goTypes = []any{
 	(*DriverGPU)(nil),                // 28: gpuctl.v1.DriverGPU
 	(*Share)(nil),                    // 29: gpuctl.v1.Share
 	(*VirtualDevice)(nil),            // 30: gpuctl.v1.VirtualDevice
-	(*Reason)(nil),                   // 31: gpuctl.v1.Reason
-	(*Session)(nil),                  // 32: gpuctl.v1.Session
-	(*SwapResult)(nil),               // 33: gpuctl.v1.SwapResult
-	(*Prediction)(nil),               // 34: gpuctl.v1.Prediction
-	(*Progress)(nil),                 // 35: gpuctl.v1.Progress
-	(*AdoptRefusal)(nil),             // 36: gpuctl.v1.AdoptRefusal
+	(*LostSession)(nil),              // 31: gpuctl.v1.LostSession
+	(*Reason)(nil),                   // 32: gpuctl.v1.Reason
+	(*Session)(nil),                  // 33: gpuctl.v1.Session
+	(*SwapResult)(nil),               // 34: gpuctl.v1.SwapResult
+	(*Prediction)(nil),               // 35: gpuctl.v1.Prediction
+	(*Progress)(nil),                 // 36: gpuctl.v1.Progress
+	(*AdoptRefusal)(nil),             // 37: gpuctl.v1.AdoptRefusal
 }
 var file_gpuctl_v1_host_proto_depIdxs = []int32{
 	26, // 0: gpuctl.v1.GPU.limits:type_name -> gpuctl.v1.Limits
@@ -2156,52 +2166,53 @@ var file_gpuctl_v1_host_proto_depIdxs = []int32{
 	5,  // 8: gpuctl.v1.CreateClaimResponse.claim:type_name -> gpuctl.v1.Claim
 	1,  // 9: gpuctl.v1.CreateClaimResponse.gpus:type_name -> gpuctl.v1.GPU
 	12, // 10: gpuctl.v1.CreateClaimResponse.rejected:type_name -> gpuctl.v1.Candidate
-	5,  // 11: gpuctl.v1.ListClaimsResponse.claims:type_name -> gpuctl.v1.Claim
-	31, // 12: gpuctl.v1.Candidate.reasons:type_name -> gpuctl.v1.Reason
-	32, // 13: gpuctl.v1.HostListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
-	32, // 14: gpuctl.v1.DescribeSessionResponse.session:type_name -> gpuctl.v1.Session
-	5,  // 15: gpuctl.v1.DescribeSessionResponse.claim:type_name -> gpuctl.v1.Claim
-	1,  // 16: gpuctl.v1.DescribeSessionResponse.gpus:type_name -> gpuctl.v1.GPU
-	33, // 17: gpuctl.v1.DescribeSessionResponse.last:type_name -> gpuctl.v1.SwapResult
-	0,  // 18: gpuctl.v1.HostPlanRequest.verb:type_name -> gpuctl.v1.Verb
-	12, // 19: gpuctl.v1.HostPlanResponse.rejected:type_name -> gpuctl.v1.Candidate
-	34, // 20: gpuctl.v1.HostPlanResponse.total:type_name -> gpuctl.v1.Prediction
-	34, // 21: gpuctl.v1.HostPlanResponse.stop:type_name -> gpuctl.v1.Prediction
-	34, // 22: gpuctl.v1.HostPlanResponse.per_second:type_name -> gpuctl.v1.Prediction
-	0,  // 23: gpuctl.v1.HostSwapRequest.verb:type_name -> gpuctl.v1.Verb
-	35, // 24: gpuctl.v1.OperationUpdate.progress:type_name -> gpuctl.v1.Progress
-	12, // 25: gpuctl.v1.OperationUpdate.rejected:type_name -> gpuctl.v1.Candidate
-	32, // 26: gpuctl.v1.HostAdoptResponse.sessions:type_name -> gpuctl.v1.Session
-	36, // 27: gpuctl.v1.HostAdoptResponse.refused:type_name -> gpuctl.v1.AdoptRefusal
-	3,  // 28: gpuctl.v1.HostService.GetInventory:input_type -> gpuctl.v1.GetInventoryRequest
-	6,  // 29: gpuctl.v1.HostService.CreateClaim:input_type -> gpuctl.v1.CreateClaimRequest
-	8,  // 30: gpuctl.v1.HostService.ReleaseClaim:input_type -> gpuctl.v1.ReleaseClaimRequest
-	10, // 31: gpuctl.v1.HostService.ListClaims:input_type -> gpuctl.v1.ListClaimsRequest
-	13, // 32: gpuctl.v1.HostService.ListSessions:input_type -> gpuctl.v1.HostListSessionsRequest
-	15, // 33: gpuctl.v1.HostService.WatchSessions:input_type -> gpuctl.v1.HostWatchSessionsRequest
-	16, // 34: gpuctl.v1.HostService.DescribeSession:input_type -> gpuctl.v1.DescribeSessionRequest
-	18, // 35: gpuctl.v1.HostService.Plan:input_type -> gpuctl.v1.HostPlanRequest
-	20, // 36: gpuctl.v1.HostService.Swap:input_type -> gpuctl.v1.HostSwapRequest
-	21, // 37: gpuctl.v1.HostService.Suspend:input_type -> gpuctl.v1.HostSuspendRequest
-	22, // 38: gpuctl.v1.HostService.Resume:input_type -> gpuctl.v1.HostResumeRequest
-	24, // 39: gpuctl.v1.HostService.Adopt:input_type -> gpuctl.v1.HostAdoptRequest
-	4,  // 40: gpuctl.v1.HostService.GetInventory:output_type -> gpuctl.v1.GetInventoryResponse
-	7,  // 41: gpuctl.v1.HostService.CreateClaim:output_type -> gpuctl.v1.CreateClaimResponse
-	9,  // 42: gpuctl.v1.HostService.ReleaseClaim:output_type -> gpuctl.v1.ReleaseClaimResponse
-	11, // 43: gpuctl.v1.HostService.ListClaims:output_type -> gpuctl.v1.ListClaimsResponse
-	14, // 44: gpuctl.v1.HostService.ListSessions:output_type -> gpuctl.v1.HostListSessionsResponse
-	32, // 45: gpuctl.v1.HostService.WatchSessions:output_type -> gpuctl.v1.Session
-	17, // 46: gpuctl.v1.HostService.DescribeSession:output_type -> gpuctl.v1.DescribeSessionResponse
-	19, // 47: gpuctl.v1.HostService.Plan:output_type -> gpuctl.v1.HostPlanResponse
-	23, // 48: gpuctl.v1.HostService.Swap:output_type -> gpuctl.v1.OperationUpdate
-	23, // 49: gpuctl.v1.HostService.Suspend:output_type -> gpuctl.v1.OperationUpdate
-	23, // 50: gpuctl.v1.HostService.Resume:output_type -> gpuctl.v1.OperationUpdate
-	25, // 51: gpuctl.v1.HostService.Adopt:output_type -> gpuctl.v1.HostAdoptResponse
-	40, // [40:52] is the sub-list for method output_type
-	28, // [28:40] is the sub-list for method input_type
-	28, // [28:28] is the sub-list for extension type_name
-	28, // [28:28] is the sub-list for extension extendee
-	0,  // [0:28] is the sub-list for field type_name
+	31, // 11: gpuctl.v1.ReleaseClaimResponse.lost:type_name -> gpuctl.v1.LostSession
+	5,  // 12: gpuctl.v1.ListClaimsResponse.claims:type_name -> gpuctl.v1.Claim
+	32, // 13: gpuctl.v1.Candidate.reasons:type_name -> gpuctl.v1.Reason
+	33, // 14: gpuctl.v1.HostListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
+	33, // 15: gpuctl.v1.DescribeSessionResponse.session:type_name -> gpuctl.v1.Session
+	5,  // 16: gpuctl.v1.DescribeSessionResponse.claim:type_name -> gpuctl.v1.Claim
+	1,  // 17: gpuctl.v1.DescribeSessionResponse.gpus:type_name -> gpuctl.v1.GPU
+	34, // 18: gpuctl.v1.DescribeSessionResponse.last:type_name -> gpuctl.v1.SwapResult
+	0,  // 19: gpuctl.v1.HostPlanRequest.verb:type_name -> gpuctl.v1.Verb
+	12, // 20: gpuctl.v1.HostPlanResponse.rejected:type_name -> gpuctl.v1.Candidate
+	35, // 21: gpuctl.v1.HostPlanResponse.total:type_name -> gpuctl.v1.Prediction
+	35, // 22: gpuctl.v1.HostPlanResponse.stop:type_name -> gpuctl.v1.Prediction
+	35, // 23: gpuctl.v1.HostPlanResponse.per_second:type_name -> gpuctl.v1.Prediction
+	0,  // 24: gpuctl.v1.HostSwapRequest.verb:type_name -> gpuctl.v1.Verb
+	36, // 25: gpuctl.v1.OperationUpdate.progress:type_name -> gpuctl.v1.Progress
+	12, // 26: gpuctl.v1.OperationUpdate.rejected:type_name -> gpuctl.v1.Candidate
+	33, // 27: gpuctl.v1.HostAdoptResponse.sessions:type_name -> gpuctl.v1.Session
+	37, // 28: gpuctl.v1.HostAdoptResponse.refused:type_name -> gpuctl.v1.AdoptRefusal
+	3,  // 29: gpuctl.v1.HostService.GetInventory:input_type -> gpuctl.v1.GetInventoryRequest
+	6,  // 30: gpuctl.v1.HostService.CreateClaim:input_type -> gpuctl.v1.CreateClaimRequest
+	8,  // 31: gpuctl.v1.HostService.ReleaseClaim:input_type -> gpuctl.v1.ReleaseClaimRequest
+	10, // 32: gpuctl.v1.HostService.ListClaims:input_type -> gpuctl.v1.ListClaimsRequest
+	13, // 33: gpuctl.v1.HostService.ListSessions:input_type -> gpuctl.v1.HostListSessionsRequest
+	15, // 34: gpuctl.v1.HostService.WatchSessions:input_type -> gpuctl.v1.HostWatchSessionsRequest
+	16, // 35: gpuctl.v1.HostService.DescribeSession:input_type -> gpuctl.v1.DescribeSessionRequest
+	18, // 36: gpuctl.v1.HostService.Plan:input_type -> gpuctl.v1.HostPlanRequest
+	20, // 37: gpuctl.v1.HostService.Swap:input_type -> gpuctl.v1.HostSwapRequest
+	21, // 38: gpuctl.v1.HostService.Suspend:input_type -> gpuctl.v1.HostSuspendRequest
+	22, // 39: gpuctl.v1.HostService.Resume:input_type -> gpuctl.v1.HostResumeRequest
+	24, // 40: gpuctl.v1.HostService.Adopt:input_type -> gpuctl.v1.HostAdoptRequest
+	4,  // 41: gpuctl.v1.HostService.GetInventory:output_type -> gpuctl.v1.GetInventoryResponse
+	7,  // 42: gpuctl.v1.HostService.CreateClaim:output_type -> gpuctl.v1.CreateClaimResponse
+	9,  // 43: gpuctl.v1.HostService.ReleaseClaim:output_type -> gpuctl.v1.ReleaseClaimResponse
+	11, // 44: gpuctl.v1.HostService.ListClaims:output_type -> gpuctl.v1.ListClaimsResponse
+	14, // 45: gpuctl.v1.HostService.ListSessions:output_type -> gpuctl.v1.HostListSessionsResponse
+	33, // 46: gpuctl.v1.HostService.WatchSessions:output_type -> gpuctl.v1.Session
+	17, // 47: gpuctl.v1.HostService.DescribeSession:output_type -> gpuctl.v1.DescribeSessionResponse
+	19, // 48: gpuctl.v1.HostService.Plan:output_type -> gpuctl.v1.HostPlanResponse
+	23, // 49: gpuctl.v1.HostService.Swap:output_type -> gpuctl.v1.OperationUpdate
+	23, // 50: gpuctl.v1.HostService.Suspend:output_type -> gpuctl.v1.OperationUpdate
+	23, // 51: gpuctl.v1.HostService.Resume:output_type -> gpuctl.v1.OperationUpdate
+	25, // 52: gpuctl.v1.HostService.Adopt:output_type -> gpuctl.v1.HostAdoptResponse
+	41, // [41:53] is the sub-list for method output_type
+	29, // [29:41] is the sub-list for method input_type
+	29, // [29:29] is the sub-list for extension type_name
+	29, // [29:29] is the sub-list for extension extendee
+	0,  // [0:29] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_host_proto_init() }

@@ -1463,6 +1463,7 @@ type LostSession struct {
 	Command       string                 `protobuf:"bytes,2,opt,name=command,proto3" json:"command,omitempty"`
 	Reason        string                 `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`                              // why
 	LostUnixMs    int64                  `protobuf:"varint,4,opt,name=lost_unix_ms,json=lostUnixMs,proto3" json:"lost_unix_ms,omitempty"` // by the clock of its machine
+	Claim         string                 `protobuf:"bytes,5,opt,name=claim,proto3" json:"claim,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1523,6 +1524,13 @@ func (x *LostSession) GetLostUnixMs() int64 {
 		return x.LostUnixMs
 	}
 	return 0
+}
+
+func (x *LostSession) GetClaim() string {
+	if x != nil {
+		return x.Claim
+	}
+	return ""
 }
 
 // Share is what a session has had of its GPUs since it came to them.
@@ -2335,13 +2343,14 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"\x06weight\x18\x15 \x01(\rR\x06weight\x12&\n" +
 	"\x05share\x18\x16 \x01(\v2\x10.gpuctl.v1.ShareR\x05share\x12\x16\n" +
 	"\x06engine\x18( \x01(\tR\x06engine\x12.\n" +
-	"\x06driver\x18) \x01(\v2\x16.gpuctl.v1.DriverStateR\x06driver\"q\n" +
+	"\x06driver\x18) \x01(\v2\x16.gpuctl.v1.DriverStateR\x06driver\"\x87\x01\n" +
 	"\vLostSession\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x18\n" +
 	"\acommand\x18\x02 \x01(\tR\acommand\x12\x16\n" +
 	"\x06reason\x18\x03 \x01(\tR\x06reason\x12 \n" +
 	"\flost_unix_ms\x18\x04 \x01(\x03R\n" +
-	"lostUnixMs\"\xed\x01\n" +
+	"lostUnixMs\x12\x14\n" +
+	"\x05claim\x18\x05 \x01(\tR\x05claim\"\xed\x01\n" +
 	"\x05Share\x12\x16\n" +
 	"\x06shared\x18\x01 \x01(\bR\x06shared\x12\x18\n" +
 	"\awaiting\x18\x02 \x01(\bR\awaiting\x12\x14\n" +
