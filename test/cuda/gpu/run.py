@@ -441,7 +441,8 @@ def part_hashcat():
     word = "qzjxkvwm7"
     digest = hashlib.sha256(word.encode()).hexdigest()
     # Without NVML, which would keep a node of the driver open, and without OpenCL.
-    run = f"echo ready $$; exec hashcat -a 3 -m 1400 -w 3 --potfile-disable --hwmon-disable --backend-ignore-opencl --status --status-timer 1 {digest} '?l?l?l?l?l?l?l?l?d' </dev/null"
+    # Half a minute of an H100: its letters are rare, and come late.
+    run = f"echo ready $$; exec hashcat -a 3 -m 1400 -w 3 --potfile-disable --hwmon-disable --backend-ignore-opencl --status --status-timer 1 -1 abcdefgq {digest} '?1?l?l?l?l?l?l?l?d' </dev/null"
     p = Program("sh", "-c", run)
     p.wait(r"Running|Speed", 120)
     time.sleep(3)
