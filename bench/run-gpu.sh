@@ -1,6 +1,7 @@
 #!/bin/sh
 # run-gpu.sh --only cuda [flags of test/cuda/gpu/run.py]: the engine driver beside NVIDIA's driver alone. It needs python3 with
-# PyTorch, bin/gpuguest and test/cuda/bin.
+# PyTorch, bin/gpuguest and test/cuda/bin; for its part llama also programs/llama, with the libraries of a build of llama.cpp
+# for CUDA (libllama*.so, libggml*.so) that the machine's driver serves.
 # run-gpu.sh [flags of bench]: the bench on a GPU machine that has no Go toolchain and no network. It expects bin/, lib/ and
 # test/cl/bin/ as `make build` leaves them, an OpenCL loader and the vendor's driver. Programs that it measures, like clpeak,
 # hashcat and clblast_test_xgemm, may lie in the folder programs/ with the libraries that the machine does not have.

@@ -456,6 +456,35 @@ def part_hashcat():
     p.kill()
 
 
+def part_llama():
+    """llama.cpp, suspended and resumed between two tokens: tokens and logits must be those of the undisturbed run, bit for bit."""
+    folder = os.path.join(ROOT, "programs/llama")
+    if not os.path.isdir(folder):
+        fact("llama.cpp", "programs/llama is not there")
+        return
+    model = os.path.join(tempfile.gettempdir(), "random.gguf")
+    subprocess.run([sys.executable, os.path.join(HERE, "llama.py"), "make", model], check=True)
+    run = (sys.executable, os.path.join(HERE, "llama.py"), "run", folder, model, "4000")
+    results, facts = [], {}
+    for disturbed in (False, True):
+        p = Program(*run)
+        if not p.pid or not p.wait(r"^at 500 ", 120):
+            fact("llama.cpp", p.lines[-6:])
+            return
+        if disturbed:
+            facts["memory"] = subprocess.run(["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"], capture_output=True, text=True).stdout.strip()
+            doc, _, err = guest("suspend", p.pid, "--canary=false")
+            held = nodes(p.pid)
+            doc2, _, err2 = guest("resume", p.pid, "--canary=false") if not err else ({}, 0, "")
+            at = [line for line in p.lines if line.startswith("at ")][-1]
+            facts.update({"suspend": err[:300], "resume": err2[:300], "suspend_s": stopped(doc), "resume_s": stopped(doc2), "nodes_suspended": held, "suspended": at})
+        m = p.wait(r"^result (\w+)", min(120, left()))
+        results.append(m and m.group(1))
+        p.kill()
+    facts["right"] = results[0] is not None and results[0] == results[1]
+    fact("llama.cpp", {**facts, "results": results})
+
+
 def part_folder():
     """A process goes to a folder and comes back; criu of the path."""
     if not shutil.which("criu"):
@@ -543,7 +572,7 @@ def part_two():
         fact("loop end", p.stop())
 
 
-PARTS = ["machine", "basic", "training", "compare", "two", "canary", "rights", "opencl", "both", "big", "parallel", "programs", "hashcat", "folder", "managed"]
+PARTS = ["machine", "basic", "training", "compare", "two", "canary", "rights", "opencl", "both", "big", "parallel", "programs", "hashcat", "llama", "folder", "managed"]
 for name in opt.parts.split(",") if opt.parts else PARTS:
     if left() < 30:
         fact("left out", name)
