@@ -37,6 +37,7 @@ func (s *Server) configuration(r request) (uint64, bool) {
 		return uint64(v), ok
 	}
 	moved, ok := s.space.Write(register, int(r.size), uint32(r.data))
+	s.pin(false) // its driver may have enabled or disabled the pin
 	if moved {
 		ok = s.move(s.space.Windows) == nil && ok
 	}
@@ -193,18 +194,29 @@ func (s *Server) Interrupt(up bool) {
 	if s.space == nil {
 		return
 	}
-	if addr, data, ok := s.space.MSI(); ok {
-		if up {
-			_ = s.do(op(opInjectMSI, func(b []byte) {
-				binary.LittleEndian.PutUint32(b, data)
-				binary.LittleEndian.PutUint64(b[8:], addr)
-			})) // an address that is no interrupt's is the VM's own loss
-		}
+	if addr, data, ok := s.space.MSI(); ok && up {
+		_ = s.do(op(opInjectMSI, func(b []byte) {
+			binary.LittleEndian.PutUint32(b, data)
+			binary.LittleEndian.PutUint64(b[8:], addr)
+		})) // an address that is no interrupt's is the VM's own loss
+	}
+	s.line.Lock()
+	s.wanted = up
+	s.line.Unlock()
+	s.pin(false)
+}
+
+// pin has Xen know the level of the function's interrupt pin, if it has changed or always. It is
+// down while the VM has disabled it (PCI Local Bus Specification 3.0, 6.2.2). A pin that stays up
+// with nobody who handles it keeps the VM's processor busy for good.
+func (s *Server) pin(always bool) {
+	s.line.Lock()
+	defer s.line.Unlock()
+	up := s.wanted && s.space.INTx()
+	if up == s.raised && !always {
 		return
 	}
-	if up && !s.space.INTx() {
-		return
-	}
+	s.raised = up
 	_ = s.do(op(opINTxLevel, func(b []byte) {
 		b[3] = s.config.Slot
 		if up {

@@ -67,6 +67,10 @@ type Server struct {
 	moving sync.Mutex // guards ranges, and is held while they change
 	ranges []pciconf.Window
 
+	line   sync.Mutex // held while Xen is told of the pin
+	wanted bool       // the device asks for an interrupt
+	raised bool       // the pin is up
+
 	requests, refused, spurious, hypercalls atomic.Uint64
 }
 
@@ -328,6 +332,7 @@ func (s *Server) Restore(saved []byte) error {
 	if err := s.space.Restore(saved); err != nil {
 		return err
 	}
+	s.pin(true) // a VM that was migrated has brought along how the pin was on its former host
 	return s.move(s.space.Windows)
 }
 

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"slices"
 	"sync"
 	"testing"
 
@@ -300,6 +301,21 @@ func TestInterrupts(t *testing.T) {
 	dom.SetConfig(0, slot, 4, 2, 6|1<<10)
 	if s.Interrupt(true); len(dom.Interrupts()) != len(want) {
 		t.Error("a VM that wants no interrupt has got one")
+	}
+	// The pin follows what the VM enables while the device asks for an interrupt.
+	dom.SetConfig(0, slot, 4, 2, 6)
+	dom.SetConfig(0, slot, 4, 2, 6)
+	dom.SetConfig(0, slot, 4, 2, 6|1<<10)
+	got = dom.Interrupts()[len(want):]
+	if !slices.Equal(got, []xentest.Interrupt{{Slot: slot, Up: true}, {Slot: slot}}) {
+		t.Errorf("pin %+v", got)
+	}
+	// Who comes from another host may have brought a pin that is up.
+	if err := s.Restore(s.Config()); err != nil {
+		t.Fatal(err)
+	}
+	if got = dom.Interrupts()[len(want)+2:]; !slices.Equal(got, []xentest.Interrupt{{Slot: slot}}) {
+		t.Errorf("after a migration %+v", got)
 	}
 }
 

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -29,6 +30,9 @@ func plug(slot int) (*device, error) {
 	if err := os.WriteFile(filepath.Join(dir, "enable"), []byte("1"), 0); err != nil {
 		return nil, err
 	}
+	if err := disableINTx(dir); err != nil {
+		return nil, err
+	}
 	d := &device{}
 	for i := range d.bars {
 		f, err := os.OpenFile(filepath.Join(dir, fmt.Sprintf("resource%d", i)), os.O_RDWR|os.O_SYNC, 0)
@@ -48,6 +52,25 @@ func plug(slot int) (*device, error) {
 		}
 	}
 	return d, nil
+}
+
+// disableINTx disables the function's interrupt pin, as this driver polls. Otherwise the VM would have
+// an interrupt that nobody handles: Linux starts all that it has mapped when it arrives on
+// another Xen host.
+func disableINTx(dir string) error {
+	const command, noINTx = 4, 1 << 10
+	f, err := os.OpenFile(filepath.Join(dir, "config"), os.O_RDWR, 0)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	var b [2]byte
+	if _, err := f.ReadAt(b[:], command); err != nil {
+		return err
+	}
+	binary.LittleEndian.PutUint16(b[:], binary.LittleEndian.Uint16(b[:])|noINTx)
+	_, err = f.WriteAt(b[:], command)
+	return err
 }
 
 // Read is one load. sync/atomic would do more than that: its stores are exchanges.
