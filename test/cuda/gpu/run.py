@@ -452,12 +452,12 @@ def part_hashcat():
     doc2, _, err2 = guest("resume", p.pid, "--canary=false", *(["--gpu", gpus[1]] if len(gpus) > 1 else [])) if not err else ({}, 0, "")
     found = p.wait(rf"^{digest}:(\S+)", max(30, min(240, left() - 20)))
     fact("hashcat", {"suspend": err[:300], "resume": err2[:300], "suspend_s": stopped(doc), "resume_s": stopped(doc2), "nodes_suspended": held,
-                     "found": found and found.group(1), "right": bool(found) and found.group(1) == word, "last": p.lines[-4:]})
+                     "found": found and found.group(1), "right": bool(found) and found.group(1) == word and not err and not err2, "last": p.lines[-4:]})
     p.kill()
 
 
 def part_llama():
-    """llama.cpp, suspended and resumed between two tokens: tokens and logits must be those of the undisturbed run, bit for bit."""
+    """llama.cpp, suspended and resumed while it generates: tokens and logits must be those of the undisturbed run, bit for bit."""
     folder = os.path.join(ROOT, "programs/llama")
     if not os.path.isdir(folder):
         fact("llama.cpp", "programs/llama is not there")
@@ -481,7 +481,7 @@ def part_llama():
         m = p.wait(r"^result (\w+)", min(120, left()))
         results.append(m and m.group(1))
         p.kill()
-    facts["right"] = results[0] is not None and results[0] == results[1]
+    facts["right"] = results[0] is not None and results[0] == results[1] and not facts["suspend"] and not facts["resume"]
     fact("llama.cpp", {**facts, "results": results})
 
 
