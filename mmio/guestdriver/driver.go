@@ -27,6 +27,9 @@ type Options struct {
 
 	// Idle lets time pass while the driver polls.
 	Idle func()
+
+	// Silent leaves the GPU's interrupts disabled: nobody handles them. The driver always polls.
+	Silent bool
 }
 
 // Errors.
@@ -102,7 +105,9 @@ func Open(o Options) (*Driver, error) {
 	}
 	for d.space = 3; d.space > 0 && nvc0.TableSpan>>d.space < d.size; d.space-- {
 	}
-	d.set(0x140, 1)
+	if !o.Silent {
+		d.set(0x140, 1)
+	}
 	d.set(0x2140, 0xffffffff)
 	d.set(0x2254, userdBase>>12)
 	if o.Calls != nil {

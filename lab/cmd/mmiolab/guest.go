@@ -56,7 +56,8 @@ func plug(slot int) (*device, error) {
 
 // disableINTx disables the function's interrupt pin, as this driver polls. Otherwise the VM would have
 // an interrupt that nobody handles: Linux starts all that it has mapped when it arrives on
-// another Xen host.
+// another Xen host. Linux enables the pin again when it resumes, so the GPU's interrupts must
+// be off, too.
 func disableINTx(dir string) error {
 	const command, noINTx = 4, 1 << 10
 	f, err := os.OpenFile(filepath.Join(dir, "config"), os.O_RDWR, 0)
@@ -131,7 +132,7 @@ func compute(ctx context.Context, n int) error {
 		}
 		c := &counted{device: d}
 		began := time.Now()
-		if err := mmiotest.ComputeWith(guestdriver.Options{Device: c, Fresh: true}, uint64(i), words); err != nil {
+		if err := mmiotest.ComputeWith(guestdriver.Options{Device: c, Fresh: true, Silent: true}, uint64(i), words); err != nil {
 			return fmt.Errorf("round %d, after %d exits and %v: %w", i, c.exits, time.Since(began), err)
 		}
 		if err := json.NewEncoder(os.Stdout).Encode(map[string]float64{"round": float64(i), "exits": float64(c.exits), "seconds": time.Since(began).Seconds()}); err != nil {
@@ -155,7 +156,7 @@ func endure(ctx context.Context, n int) error {
 		return err
 	}
 	out, rounds := json.NewEncoder(os.Stdout), 0
-	o := guestdriver.Options{Device: d, Fresh: true, Idle: func() { _ = wait.For(ctx, pollEvery) }}
+	o := guestdriver.Options{Device: d, Fresh: true, Silent: true, Idle: func() { _ = wait.For(ctx, pollEvery) }}
 	err = mmiotest.Endure(o, uint64(os.Getpid()), n, func(right int) bool {
 		rounds = right
 		return out.Encode(map[string]int{"round": right}) == nil && wait.For(ctx, roundEvery) == nil
