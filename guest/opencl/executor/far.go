@@ -239,17 +239,23 @@ func (f *farEnd) own(ctx context.Context, s *session) error {
 	return nil
 }
 
-// tellMaps tells a new carrier of the mappings that there are. Such as parked commands are to
-// show will come.
+// tellMaps tells a new carrier of the mappings that there are. Those that parked commands are
+// to show will come.
 func (s *session) tellMaps() {
-	s.each(func(_ uint32, _ uint64, o any) {
-		m, ok := o.(*mem)
+	for _, p := range s.parked {
+		object, id, ok := maps(p.op, p.body)
 		if !ok {
-			return
+			continue
 		}
-		for _, mp := range m.maps {
-			mp.unseen = mp.unseen || mp.shownFirst() && s.isToMap(m, mp)
-			s.mapped(m, mp)
+		if m := lookupFor[mem](s, p, object); m != nil && m.maps[id] != nil {
+			m.maps[id].unseen = m.maps[id].shownFirst()
+		}
+	}
+	s.each(func(_ uint32, _ uint64, o any) {
+		if m, ok := o.(*mem); ok {
+			for _, mp := range m.maps {
+				s.mapped(m, mp)
+			}
 		}
 	})
 }
