@@ -82,7 +82,9 @@ func TestCardsOfAVMThatLendsAreForOthers(t *testing.T) {
 	if _, err := r.made.BeginLend(t.Context(), &gpuctlv1.Runtime{Library: "other.so"}); !errors.Is(err, agent.ErrNoDevice) {
 		t.Errorf("a runtime of no card: %v", err)
 	}
-	if h := newRig(t).hello(); len(h.GetLendAddresses()) > 0 || h.GetDevices()[0].GetLends() {
+	plain := newRig(t)
+	plain.until(firstAt, "ready", ready)
+	if h := plain.hello(); len(h.GetLendAddresses()) > 0 || h.GetDevices()[0].GetLends() {
 		t.Errorf("a VM that lends nothing: %v", h)
 	}
 }
