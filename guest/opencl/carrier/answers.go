@@ -223,7 +223,17 @@ func (c *carrier) reply(r remote.Reply, data []byte) error {
 		c.log.Warn("reply that nobody waits for", "slot", r.Slot)
 		return nil
 	}
-	return c.ring.Reply(r.Slot, r.Err, data, r.Token, r.Total)
+	if err := c.ring.Reply(r.Slot, r.Err, data, r.Token, r.Total); err != nil {
+		return err
+	}
+	c.mu.Lock()
+	_, moves := c.callers[uint64(r.Slot)]
+	delete(c.callers, uint64(r.Slot))
+	c.mu.Unlock()
+	if moves { // it sleeps on its bell, which may have rung before: KindRing is on the other stream
+		c.ring.RingCaller(r.Slot)
+	}
+	return nil
 }
 
 // pend sets a completion word, if a transfer has it.

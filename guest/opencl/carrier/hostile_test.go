@@ -236,6 +236,24 @@ func TestChunkWithoutBytesIsNotShown(t *testing.T) {
 	}
 }
 
+// The end of a bulk transfer is said on both streams, which do not wait for each other. A thread
+// that moves chunks sleeps on its bell: also if that has rung before the reply came, it wakes.
+func TestReplyWakesACallerThatMovesChunks(t *testing.T) {
+	c := newCarrier(t)
+	slot := uint64(wire.SlotOff + 3*wire.SlotSize)
+	c.region.Store32(slot+wire.SlotState, wire.SlotPending)
+	if err := c.giveBulk(remote.KindRing, remote.Words(3), nil); err != nil {
+		t.Fatal(err)
+	}
+	bell := c.region.Load32(slot + wire.SlotBell)
+	if err := c.giveCommand(remote.KindReply, remote.Reply{Slot: 3}.Append(nil), nil); err != nil {
+		t.Fatal(err)
+	}
+	if c.region.Load32(slot+wire.SlotBell) == bell {
+		t.Error("the bell has not rung after the reply")
+	}
+}
+
 // farStub is a far executor that freezes at once.
 type farStub struct {
 	gpuctlv1connect.ExecutorServiceClient
