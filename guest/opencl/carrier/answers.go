@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
@@ -205,7 +206,7 @@ func (c *carrier) service(f link.Frame) error {
 		head := append([]byte(nil), f.Head...)
 		return c.outbox.add(func(context.Context) { _ = c.send(c.commands, remote.KindSynced, head, nil, nil) })
 	case remote.KindSynced:
-		return c.gotSync(0, f.Head)
+		return c.gotSync(c.commands, f.Head)
 	}
 	return fmt.Errorf("frame of kind %d: %w", f.Kind, errHostile)
 }
@@ -416,8 +417,9 @@ func (c *carrier) sync(ctx context.Context) error {
 	c.mu.Lock()
 	c.syncs++
 	n := c.syncs
+	streams := append([]*link.Stream{c.commands, c.bulk}, c.joined...)
 	c.mu.Unlock()
-	for _, st := range []*link.Stream{c.commands, c.bulk} {
+	for _, st := range streams {
 		if err := st.Send(ctx, link.Frame{Kind: remote.KindSync, Head: remote.Words(n)}, nil); err != nil {
 			return err
 		}
@@ -430,16 +432,19 @@ func (c *carrier) sync(ctx context.Context) error {
 	defer stop()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for (c.synced[0] < n || c.synced[1] < n) && ctx.Err() == nil && c.ctx.Err() == nil {
+	silent := func() bool {
+		return slices.ContainsFunc(streams, func(st *link.Stream) bool { return c.synced[st] < n })
+	}
+	for silent() && ctx.Err() == nil && c.ctx.Err() == nil {
 		c.changed.Wait()
 	}
-	if c.synced[0] < n || c.synced[1] < n {
+	if silent() {
 		return fmt.Errorf("the far executor does not answer: %w", errors.Join(ctx.Err(), c.ctx.Err()))
 	}
 	return nil
 }
 
-func (c *carrier) gotSync(stream int, head []byte) error {
+func (c *carrier) gotSync(st *link.Stream, head []byte) error {
 	var n uint64
 	if err := remote.ParseWords(head, &n); err != nil {
 		return err
@@ -449,7 +454,7 @@ func (c *carrier) gotSync(stream int, head []byte) error {
 	if n > c.syncs {
 		return fmt.Errorf("answer %d of %d: %w", n, c.syncs, errHostile)
 	}
-	c.synced[stream] = max(c.synced[stream], n)
+	c.synced[st] = max(c.synced[st], n)
 	c.changed.Broadcast()
 	return nil
 }

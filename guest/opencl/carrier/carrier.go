@@ -70,7 +70,9 @@ type carrier struct {
 	cancel context.CancelCauseFunc
 
 	commands, bulk *link.Stream
-	outbox         outbox // what handlers of frames have to send
+	chunks         [remote.ChunkStreams]*link.Stream
+	widening       sync.Once // makes their connections
+	outbox         outbox    // what handlers of frames have to send
 	far            gpuctlv1connect.ExecutorServiceClient
 	files          handed
 	saving         saving
@@ -80,7 +82,7 @@ type carrier struct {
 	active, frozen, prepared atomic.Bool
 	mapped                   atomic.Bool // when it was frozen last, the application had something mapped
 	gate                     gate
-	broken                   [remote.Bulk + 1]atomic.Int64 // by stream: UnixNano when its connection broke; 0: it is connected
+	broken                   [remote.Chunks + remote.ChunkStreams]atomic.Int64 // by stream: UnixNano when its connection broke; 0: it is connected
 
 	mu       sync.Mutex
 	changed  *sync.Cond
@@ -93,13 +95,15 @@ type carrier struct {
 	sums     int                  // in shown
 	current  *shown               // the one that is being shown
 	reads    map[uint32][2]uint64 // staged reads under way: range by completion word
-	synced   [2]uint64            // of the streams of commands and of bulk transfers
+	synced   map[*link.Stream]uint64
 	syncs    uint64
 	marked   uint64 // the last mark on the stream of commands
 	lastPeer string // of the last export
 	lanes    [wire.LaneCount]lane
-	watching sync.WaitGroup // of lanes
-	punches  []span         // memory to give back when the part's owner has ended
+	joined   []*link.Stream                 // those of chunks whose connections were made
+	placing  [1 + remote.ChunkStreams]*lane // by stream, that of bulk transfers first: the lane of the chunk that is being read
+	watching sync.WaitGroup                 // of lanes
+	punches  []span                         // memory to give back when the part's owner has ended
 
 	callbacks chan [3]uint32
 	cbCame    atomic.Uint64 // callbacks of the far executor
@@ -132,7 +136,7 @@ func Main(ctx context.Context, cfg Config) error {
 func open(ctx context.Context, cfg Config, ringFD, arenaFD, stateFD int) (*carrier, error) {
 	c := &carrier{
 		cfg: cfg, log: cfg.Logger, state: os.NewFile(uintptr(stateFD), "state"), stop: make(chan struct{}),
-		callers: map[uint64]struct{}{}, mappings: map[mapKey]remote.Mapping{}, seed: maphash.MakeSeed(), shown: map[mapKey]*shown{}, awaits: map[uint64][]*shown{}, reads: map[uint32][2]uint64{},
+		callers: map[uint64]struct{}{}, mappings: map[mapKey]remote.Mapping{}, seed: maphash.MakeSeed(), shown: map[mapKey]*shown{}, awaits: map[uint64][]*shown{}, reads: map[uint32][2]uint64{}, synced: map[*link.Stream]uint64{},
 		callbacks: make(chan [3]uint32, wire.CbCount), tellTaken: make(chan struct{}, 1),
 	}
 	c.changed = sync.NewCond(&c.mu)
@@ -214,6 +218,12 @@ func (c *carrier) streams() {
 	c.commands = link.New(link.Options{ID: id, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody, Place: c.placeCommand})
 	id[0] ^= 1
 	c.bulk = link.New(link.Options{ID: id, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody, Place: c.placeBulk})
+	for i := range c.chunks {
+		id[0] = c.dialer.Hello.Carrier[0] ^ byte(2+i)
+		c.chunks[i] = link.New(link.Options{ID: id, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody, Place: func(kind uint16, head []byte, n int) ([]byte, error) {
+			return c.placeChunk(1+i, kind, head, n)
+		}})
+	}
 }
 
 // run connects, serves, and returns why the carrier has ended.

@@ -15,15 +15,21 @@ import (
 // lane's memory, also where the far executor computes in its arena. The fields are protected
 // by carrier.mu.
 type lane struct {
-	start remote.LaneStart
-	runs  bool
-	left  bool             // given up, and not yet free again
-	limit uint32           // chunks that the far executor permits
-	shown uint32           // chunks that the application may move
-	acked uint32           // of a write: chunks whose memory may be filled again
-	moved uint32           // that the application has moved, of a read
-	pos   *remote.Position // of a read: what comes next
+	start   remote.LaneStart
+	runs    bool
+	left    bool             // given up, and not yet free again
+	limit   uint32           // chunks that the far executor permits
+	shown   uint32           // chunks that the application may move
+	sent    uint32           // of a write: chunks that are sent, or are being sent
+	acked   remote.Arrived   // of a write: chunks whose memory may be filled again
+	arrived remote.Arrived   // of a read
+	moved   uint32           // that the application has moved, of a read
+	placing int              // of a read: chunks that are being read
+	pos     *remote.Position // of a read
 }
+
+// wideFrom is the size in bytes of transfers whose chunks go on streams of their own.
+const wideFrom = 8 << 20
 
 func laneMemory(split uint64, n uint32) uint64 {
 	return (split+wire.LaneChunk-1)&^(wire.LaneChunk-1) + uint64(n)*wire.LaneChunk*wire.LaneChunks
@@ -44,8 +50,45 @@ func parseLane(head []byte) (n, run, third uint32, err error) {
 	return uint32(a), uint32(b), uint32(x), nil
 }
 
-// placeBulk returns where a chunk belongs.
+// widen makes the connections of the streams of chunks. A far host that takes none of them
+// may not know these streams.
+func (c *carrier) widen() {
+	for i, st := range c.chunks {
+		first := make(chan error, 1)
+		handle := func(f link.Frame) error { return c.chunkFrame(1+i, f) }
+		go c.keep(remote.Chunks+remote.Role(i), st, handle, first)
+		go func() {
+			select {
+			case err := <-first:
+				if err != nil {
+					c.log.Debug("no connection for chunks", "stream", i, "err", err)
+					return
+				}
+				c.mu.Lock()
+				c.joined = append(c.joined, st)
+				c.mu.Unlock()
+			case <-c.ctx.Done():
+			}
+		}()
+	}
+}
+
+// streamOf returns the stream for a chunk. The caller holds c.mu.
+func (c *carrier) streamOf(i uint32) *link.Stream {
+	if len(c.joined) == 0 {
+		return c.bulk
+	}
+	return c.joined[i%uint32(len(c.joined))]
+}
+
+// placeBulk returns where a chunk on the stream of bulk transfers belongs.
 func (c *carrier) placeBulk(kind uint16, head []byte, n int) ([]byte, error) {
+	return c.placeChunk(0, kind, head, n)
+}
+
+// placeChunk returns where a chunk on a stream belongs, that of bulk transfers being 0. On
+// another one it may come before the begin of its run, which is waited for.
+func (c *carrier) placeChunk(stream int, kind uint16, head []byte, n int) ([]byte, error) {
 	if kind != remote.KindLaneChunk || n > wire.LaneChunk {
 		return nil, fmt.Errorf("frame of kind %d with %d bytes: %w", kind, n, errHostile)
 	}
@@ -55,15 +98,62 @@ func (c *carrier) placeBulk(kind uint16, head []byte, n int) ([]byte, error) {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.placed(stream) // it comes again, on a new connection
 	l := &c.lanes[ln]
+	for stream > 0 && int32(run-l.start.Run) > 0 && !c.over() {
+		c.changed.Wait()
+	}
 	if !l.runs || l.start.Run != run { // it was given up meanwhile
 		return make([]byte, n), nil
 	}
-	_, size, ok := l.pos.Chunk(i)
-	if l.start.Write || !ok || size != uint64(n) || i >= l.moved+wire.LaneChunks {
+	if l.start.Write || i >= l.moved+wire.LaneChunks || l.arrived.Has(i) {
+		return nil, fmt.Errorf("chunk %d of lane %d: %w", i, ln, errHostile)
+	}
+	if _, size, ok := l.pos.Chunk(i); !ok || size != uint64(n) {
 		return nil, fmt.Errorf("chunk %d of %d bytes in lane %d: %w", i, n, ln, errHostile)
 	}
-	return c.chunk(ln, i, size)
+	c.placing[stream] = l
+	l.placing++
+	return c.chunk(ln, i, uint64(n))
+}
+
+// placed notes that a stream is not reading a chunk, or not any more. The caller holds c.mu.
+func (c *carrier) placed(stream int) {
+	if l := c.placing[stream]; l != nil {
+		c.placing[stream] = nil
+		l.placing--
+	}
+}
+
+// chunkFrame takes a frame of one of the streams of chunks.
+func (c *carrier) chunkFrame(stream int, f link.Frame) error {
+	switch f.Kind {
+	case remote.KindLaneChunk:
+		n, run, i, err := parseLane(f.Head)
+		if err != nil {
+			return err
+		}
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		c.placed(stream)
+		l := &c.lanes[n]
+		if !l.runs || l.start.Run != run {
+			return nil
+		}
+		// One without bytes has not been given a place.
+		if _, size, ok := l.pos.Chunk(i); l.start.Write || !ok || size != uint64(len(f.Body)) || !l.arrived.Add(i) {
+			return fmt.Errorf("chunk %d of %d bytes in lane %d: %w", i, len(f.Body), n, errHostile)
+		}
+		if to := l.arrived.Count(); to > l.shown {
+			l.shown = to
+			c.ring.RaiseLane(int(n), l.shown)
+			c.ringCallers()
+		}
+		return nil
+	case remote.KindSynced:
+		return c.gotSync(c.chunks[stream-1], f.Head)
+	}
+	return fmt.Errorf("frame of kind %d among chunks: %w", f.Kind, errHostile)
 }
 
 // bulkFrame takes a frame of the bulk stream.
@@ -75,7 +165,9 @@ func (c *carrier) bulkFrame(f link.Frame) error {
 			return err
 		}
 		return c.startLane(l)
-	case remote.KindLaneRaise, remote.KindLaneEnd, remote.KindLaneChunk:
+	case remote.KindLaneChunk:
+		return c.chunkFrame(0, f)
+	case remote.KindLaneRaise, remote.KindLaneEnd:
 		n, run, x, err := parseLane(f.Head)
 		if err != nil {
 			return err
@@ -87,14 +179,6 @@ func (c *carrier) bulkFrame(f link.Frame) error {
 			return nil
 		}
 		switch f.Kind {
-		case remote.KindLaneChunk:
-			// One without bytes has not been given a place.
-			if _, size, ok := l.pos.Chunk(x); l.start.Write || !ok || size != uint64(len(f.Body)) {
-				return fmt.Errorf("chunk %d of %d bytes in lane %d: %w", x, len(f.Body), n, errHostile)
-			}
-			l.shown = x + 1
-			c.ring.RaiseLane(int(n), l.shown)
-			c.ringCallers()
 		case remote.KindLaneRaise:
 			if !l.start.Write || x < l.limit {
 				return fmt.Errorf("limit %d of lane %d: %w", x, n, errHostile)
@@ -124,7 +208,7 @@ func (c *carrier) bulkFrame(f link.Frame) error {
 		}
 		return nil
 	case remote.KindSynced:
-		return c.gotSync(1, f.Head)
+		return c.gotSync(c.bulk, f.Head)
 	}
 	return fmt.Errorf("bulk frame of kind %d: %w", f.Kind, errHostile)
 }
@@ -147,13 +231,17 @@ func (c *carrier) startLane(s remote.LaneStart) error {
 	if l.runs || l.left || !c.ring.LaneFree(int(s.Lane)) {
 		return fmt.Errorf("lane %d is not free: %w", s.Lane, errHostile)
 	}
-	*l = lane{start: s, runs: true, limit: s.Limit, pos: remote.NewPosition(s.Cut, s.From)}
+	*l = lane{start: s, runs: true, limit: s.Limit, pos: remote.NewPosition(s.Cut, s.From), placing: l.placing}
 	if s.Write {
 		l.shown = min(s.Limit, wire.LaneChunks)
 	}
 	c.ring.StartLane(int(s.Lane), shm.Lane{Word: s.Word, From: s.From, Limit: l.shown})
 	c.ringCallers()
+	c.changed.Broadcast()
 	c.watching.Go(func() { c.watchLane(s) })
+	if s.Cut.Total-s.From >= wideFrom {
+		c.widening.Do(c.widen)
+	}
 	return nil
 }
 
@@ -161,7 +249,10 @@ func (c *carrier) startLane(s remote.LaneStart) error {
 // The caller holds c.mu.
 func (c *carrier) showRoom(n uint32) {
 	l := &c.lanes[n]
-	if to := min(l.limit, l.acked+wire.LaneChunks); to > l.shown {
+	if !l.runs {
+		return
+	}
+	if to := min(l.limit, l.acked.Count()+wire.LaneChunks); to > l.shown {
 		l.shown = to
 		c.ring.RaiseLane(int(n), to)
 		c.ringCallers()
@@ -231,18 +322,32 @@ func (c *carrier) sendChunk(s remote.LaneStart, pos *remote.Position, i uint32) 
 	if err != nil {
 		return err
 	}
-	head := remote.Words(uint64(s.Lane), uint64(s.Run), uint64(i))
-	return c.send(c.bulk, remote.KindLaneChunk, head, b, func() {
-		// The stream calls this with its lock: it must not wait.
-		_ = c.outbox.add(func(context.Context) {
-			c.mu.Lock()
-			defer c.mu.Unlock()
-			if l := &c.lanes[s.Lane]; l.runs && l.start.Run == s.Run {
-				l.acked = max(l.acked, i+1)
-				c.showRoom(s.Lane)
-			}
+	c.mu.Lock()
+	l, st := &c.lanes[s.Lane], c.streamOf(i)
+	if l.start.Run != s.Run {
+		c.mu.Unlock()
+		return errProtocol
+	}
+	l.sent = i + 1
+	c.mu.Unlock()
+	send := func() error {
+		return c.send(st, remote.KindLaneChunk, remote.Words(uint64(s.Lane), uint64(s.Run), uint64(i)), b, func() {
+			// The stream calls this with its lock: it must not wait.
+			_ = c.outbox.add(func(context.Context) {
+				c.mu.Lock()
+				defer c.mu.Unlock()
+				if l.start.Run == s.Run {
+					l.acked.Add(i)
+					c.showRoom(s.Lane)
+				}
+			})
 		})
-	})
+	}
+	if st == c.bulk {
+		return send()
+	}
+	c.watching.Go(func() { _ = send() }) // the next chunk goes on another connection meanwhile
+	return nil
 }
 
 // freeLanes tells the far executor of lanes that the application has left, and, before the
@@ -257,7 +362,7 @@ func (c *carrier) freeLanes(first bool) error {
 		case first && !free:
 			l.left = true
 			kinds[n] = remote.KindLaneBusy
-		case l.left && free:
+		case l.left && free && l.placing == 0 && l.acked.Count() == l.sent: // nothing of it is under way
 			l.left = false
 			kinds[n] = remote.KindLaneFree
 		}

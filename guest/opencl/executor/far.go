@@ -29,6 +29,7 @@ type farEnd struct {
 	ctx    context.Context // ends with the executor
 
 	commands, bulk *link.Stream
+	chunks         [remote.ChunkStreams]*link.Stream
 	exports        chan net.Conn // for contents that leave
 	fetches        *fetches
 	state          farState
@@ -39,8 +40,9 @@ type farEnd struct {
 	cbSent, cbTaken    uint64
 	outSent, outTaken  uint64
 	synced, syncedWant uint64
-	marks              uint64        // on the stream of commands
-	answers            [2]syncAnswer // to KindSync, of both streams
+	marks              uint64         // on the stream of commands
+	joined             []*link.Stream // those of chunks that have been connected
+	answers            map[*link.Stream]*syncAnswer
 }
 
 var _ transport = (*farEnd)(nil)
@@ -52,7 +54,7 @@ func newFarEnd(ctx context.Context, ring, arena *shm.Region, hello remote.Hello,
 	}
 	f := &farEnd{
 		Ring: q, region: ring, arena: arena, feed: shm.NewFeeder(ring), log: log, hello: hello, ctx: ctx,
-		exports: make(chan net.Conn, 1), fetches: newFetches(),
+		exports: make(chan net.Conn, 1), fetches: newFetches(), answers: map[*link.Stream]*syncAnswer{},
 	}
 	f.changed = sync.NewCond(&f.mu)
 	for i := range f.lanes {
@@ -62,6 +64,10 @@ func newFarEnd(ctx context.Context, ring, arena *shm.Region, hello remote.Hello,
 	f.commands = link.New(link.Options{ID: id, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody, Place: f.placeCommand})
 	id[0] ^= 1
 	f.bulk = link.New(link.Options{ID: id, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody, Place: f.placeBulk})
+	for i := range f.chunks {
+		id[0] = hello.Carrier[0] ^ byte(2+i)
+		f.chunks[i] = link.New(link.Options{ID: id, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody, Place: f.placeBulk})
+	}
 	return f, nil
 }
 
@@ -113,7 +119,7 @@ func (f *farEnd) command(fr link.Frame) error {
 		}
 		return err
 	case remote.KindSync:
-		f.sayDone(f.commands, &f.answers[0], fr.Head)
+		f.sayDone(f.commands, fr.Head)
 		return nil
 	case remote.KindSynced:
 		var n uint64
@@ -129,7 +135,7 @@ func (f *farEnd) command(fr link.Frame) error {
 	return fmt.Errorf("frame of kind %d from a carrier: %w", fr.Kind, errHostile)
 }
 
-// syncAnswer is what a stream has still to answer to the carrier's KindSync.
+// syncAnswer is what is still to be answered on a stream to the carrier's KindSync.
 type syncAnswer struct {
 	head    []byte // of the newest question; nil: it is answered
 	sending bool
@@ -137,9 +143,14 @@ type syncAnswer struct {
 
 // sayDone answers a question without waiting for the stream. The answer to the newest is one
 // to all before it, so a carrier that asks and does not read costs no more than one.
-func (f *farEnd) sayDone(st *link.Stream, a *syncAnswer, head []byte) {
+func (f *farEnd) sayDone(st *link.Stream, head []byte) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	a := f.answers[st]
+	if a == nil {
+		a = &syncAnswer{}
+		f.answers[st] = a
+	}
 	a.head = append([]byte{}, head...)
 	if a.sending {
 		return

@@ -141,6 +141,39 @@ func TestChunksOfACarrier(t *testing.T) {
 	}
 }
 
+// Chunks come on several connections, which do not wait for each other. Those before which none
+// is missing are the executor's.
+func TestChunksOfACarrierComeInAnyOrder(t *testing.T) {
+	f := testFarEnd(t)
+	f.StartLane(1, shm.Lane{Word: 3, Limit: 4, Write: true, Row: 9 << 20, Slice: 9 << 20, Total: 9 << 20})
+	give := func(i uint64) error {
+		st := f.chunks[i%2]
+		return giveFrame(f.placeBulk, func(fr link.Frame) error { return f.chunkFrame(st, fr) }, remote.KindLaneChunk, remote.Words(1, 1, i), bytes.Repeat([]byte{byte(1 + i)}, wire.LaneChunk))
+	}
+	for _, x := range []struct {
+		chunk uint64
+		done  uint32
+	}{{1, 0}, {3, 0}, {0, 2}, {2, 4}} {
+		if err := give(x.chunk); err != nil {
+			t.Fatal(err)
+		}
+		if got := f.WaitLane(1, 0, 0); got != x.done {
+			t.Errorf("after chunk %d, %d are there, not %d", x.chunk, got, x.done)
+		}
+	}
+	for i := range uint64(4) {
+		if got := f.arena.Bytes()[farSplit+laneBytes+i*wire.LaneChunk]; got != byte(1+i) {
+			t.Errorf("at the place of chunk %d is %d", i, got)
+		}
+	}
+	if give(1) == nil {
+		t.Error("a chunk was taken twice")
+	}
+	if f.chunkFrame(f.chunks[0], link.Frame{Kind: remote.KindLaneFree, Head: remote.Words(1)}) == nil {
+		t.Error("another frame was taken among chunks")
+	}
+}
+
 // A carrier that asks and never reads does not make the far executor keep an answer to each
 // question: the newest is answered, which answers all before it.
 func TestQuestionsOfACarrierThatDoesNotReadCostNothing(t *testing.T) {

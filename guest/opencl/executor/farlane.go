@@ -2,6 +2,7 @@ package executor
 
 import (
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
@@ -19,7 +20,8 @@ type farLane struct {
 	busy   bool   // a thread of the client may still be in an earlier run
 	limit  uint32
 	done   uint32           // chunks that the client has moved, or that have arrived of it
-	pos    *remote.Position // of a write: what comes next
+	came   remote.Arrived   // of a write
+	pos    *remote.Position // of a write
 	news   chan struct{}    // done has changed
 	more   chan struct{}    // of a read: limit or done have changed, or the run has ended
 }
@@ -49,7 +51,7 @@ func (f *farEnd) StartLane(n int, x shm.Lane) {
 		Cut: remote.Cut{Row: x.Row, Slice: x.Slice, Total: x.Total},
 	}
 	l.state = wire.LaneStream
-	l.direct, l.base, l.limit, l.done = x.Direct, x.At, x.Limit, 0
+	l.direct, l.base, l.limit, l.done, l.came = x.Direct, x.At, x.Limit, 0, remote.Arrived{}
 	l.pos = remote.NewPosition(l.start.Cut, x.From)
 	l.more = make(chan struct{}, 1)
 	f.marks++
@@ -87,15 +89,39 @@ func (f *farEnd) sendChunks(l *farLane, start remote.LaneStart, more <-chan stru
 		}
 		p, n, _ := pos.Chunk(i)
 		f.mu.Lock()
-		at := l.at(f.hello.ArenaSplit, i, p)
+		at, st := l.at(f.hello.ArenaSplit, i, p), f.streamOf(i)
 		f.mu.Unlock()
 		b, err := f.arena.Range(at, n)
 		if err != nil {
 			f.log.Error("bulk transfer", "err", err)
 			return
 		}
-		f.send(f.bulk, remote.KindLaneChunk, remote.Words(uint64(start.Lane), uint64(start.Run), uint64(i)), b)
+		send := func() {
+			f.send(st, remote.KindLaneChunk, remote.Words(uint64(start.Lane), uint64(start.Run), uint64(i)), b)
+		}
+		if st == f.bulk {
+			send()
+		} else {
+			go send() // the next chunk goes on another connection meanwhile
+		}
 	}
+}
+
+// join notes that a stream of chunks has been connected.
+func (f *farEnd) join(st *link.Stream) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if !slices.Contains(f.joined, st) {
+		f.joined = append(f.joined, st)
+	}
+}
+
+// streamOf returns the stream for a chunk. The caller holds f.mu.
+func (f *farEnd) streamOf(i uint32) *link.Stream {
+	if len(f.joined) == 0 {
+		return f.bulk
+	}
+	return f.joined[i%uint32(len(f.joined))]
 }
 
 func poke(c chan struct{}) {
@@ -186,9 +212,12 @@ func (f *farEnd) placeBulk(kind uint16, head []byte, n int) ([]byte, error) {
 		}
 		return make([]byte, n), nil
 	}
+	if !l.start.Write || i >= l.limit || l.came.Has(i) {
+		return nil, fmt.Errorf("chunk %d of %d in lane %d: %w", i, l.limit, lane, errHostile)
+	}
 	pos, size, ok := l.pos.Chunk(i)
-	if !l.start.Write || !ok || i >= l.limit || size != uint64(n) {
-		return nil, fmt.Errorf("chunk %d of %d bytes in lane %d, of %d and %d: %w", i, n, lane, l.limit, size, errHostile)
+	if !ok || size != uint64(n) {
+		return nil, fmt.Errorf("chunk %d of %d bytes, not %d, in lane %d: %w", i, n, size, lane, errHostile)
 	}
 	return f.arena.Range(l.at(f.hello.ArenaSplit, i, pos), size)
 }
@@ -202,6 +231,18 @@ func parseLane(head []byte) (lane, run, third uint32, err error) {
 		return 0, 0, 0, fmt.Errorf("lane %d, run %d, %d: %w", a, b, c, errHostile)
 	}
 	return uint32(a), uint32(b), uint32(c), nil
+}
+
+// chunkFrame takes a frame of a stream of chunks.
+func (f *farEnd) chunkFrame(st *link.Stream, fr link.Frame) error {
+	switch fr.Kind {
+	case remote.KindLaneChunk:
+		return f.bulkFrame(fr)
+	case remote.KindSync:
+		f.sayDone(st, fr.Head)
+		return nil
+	}
+	return fmt.Errorf("frame of kind %d among chunks from a carrier: %w", fr.Kind, errHostile)
 }
 
 // bulkFrame takes a frame of the bulk stream.
@@ -222,10 +263,10 @@ func (f *farEnd) bulkFrame(fr link.Frame) error {
 			return fmt.Errorf("frame of kind %d for lane %d: %w", fr.Kind, lane, errHostile)
 		case fr.Kind == remote.KindLaneChunk:
 			// One without bytes has not been given a place.
-			if _, size, ok := l.pos.Chunk(n); !ok || size != uint64(len(fr.Body)) {
+			if _, size, ok := l.pos.Chunk(n); !ok || size != uint64(len(fr.Body)) || !l.came.Add(n) {
 				return fmt.Errorf("chunk %d of %d bytes in lane %d: %w", n, len(fr.Body), lane, errHostile)
 			}
-			n++ // its number, from 0
+			n = l.came.Count()
 		}
 		if n < l.done || n > l.limit {
 			return fmt.Errorf("%d chunks moved of %d: %w", n, l.limit, errHostile)
@@ -253,7 +294,7 @@ func (f *farEnd) bulkFrame(fr link.Frame) error {
 		}
 		return f.taken(callbacks, printed)
 	case remote.KindSync:
-		f.sayDone(f.bulk, &f.answers[1], fr.Head)
+		f.sayDone(f.bulk, fr.Head)
 		return nil
 	}
 	return fmt.Errorf("bulk frame of kind %d from a carrier: %w", fr.Kind, errHostile)

@@ -243,6 +243,12 @@ func (v *farServer) begin(s *session) {
 // serve is called with v.mu.
 func (v *farServer) serve(a arrival) {
 	far := v.s.far
+	if n, ok := a.role.ChunkStream(); ok {
+		st := far.chunks[n]
+		far.join(st)
+		go v.stream(st, a.conn, func(fr link.Frame) error { return far.chunkFrame(st, fr) })
+		return
+	}
 	switch a.role {
 	case remote.Commands:
 		go v.stream(far.commands, a.conn, far.command)

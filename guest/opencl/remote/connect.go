@@ -45,12 +45,25 @@ const (
 	Export                   // contents of the far executor
 	State                    // a state file, there or back
 	Fetch                    // contents for the far executor of another host: see fetch.go
-	roles
+	Chunks                   // the first of ChunkStreams
+)
+
+// ChunkStreams is how many streams of chunks there are: what large transfers move, on several
+// connections, as one processor does not copy or encrypt as much as a network takes. They are
+// made when there is such a transfer. Until then, and with a far host that does not know them,
+// chunks go on the stream of bulk transfers.
+const (
+	ChunkStreams = 4
+
+	roles = Chunks + ChunkStreams
 )
 
 func roleNames() [roles]string {
-	return [roles]string{"", "commands", "bulk", "control", "import", "export", "state", "fetch"}
+	return [roles]string{"", "commands", "bulk", "control", "import", "export", "state", "fetch", "chunks", "chunks2", "chunks3", "chunks4"}
 }
+
+// ChunkStream returns which stream of chunks the role is, from 0.
+func (r Role) ChunkStream() (n int, ok bool) { return int(r) - int(Chunks), r >= Chunks && r < roles }
 
 // String returns the role's name.
 func (r Role) String() string {
@@ -340,6 +353,9 @@ const (
 
 // Dial makes a connection. An error that is ErrRefused is final.
 func (d *Dialer) Dial(ctx context.Context, role Role) (net.Conn, error) {
+	if len(d.Addresses) == 0 {
+		return nil, errors.New("no address of the far host")
+	}
 	var errs []error
 	for _, addr := range d.Addresses {
 		c, err := d.dial(ctx, addr, role)

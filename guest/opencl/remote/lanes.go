@@ -2,6 +2,7 @@ package remote
 
 import (
 	"fmt"
+	"math/bits"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
@@ -59,30 +60,67 @@ func ParseLaneStart(b []byte) (l LaneStart, err error) {
 	return l, nil
 }
 
-// Position finds the chunks of a run, in their order.
+// Position finds the chunks of a run. The size of a chunk depends on where it begins, so all
+// before it are found as well.
 type Position struct {
-	cut     Cut
-	next    uint32
-	at      uint64
-	last, n uint64 // place and size of chunk next-1
+	cut   Cut
+	next  uint32
+	at    uint64
+	found [wire.LaneAhead][2]uint64 // places and sizes of the last chunks
 }
 
 // NewPosition begins at a byte of the transfer.
 func NewPosition(c Cut, from uint64) *Position { return &Position{cut: c, at: from} }
 
-// Chunk returns where chunk i begins in the transfer, and its size. It reports false unless
-// that is the next chunk, or the last one again.
+// Chunk returns where chunk i begins in the transfer, and its size. It reports false for one
+// behind the transfer's end, and for one that is not among the last wire.LaneAhead that were
+// found or the next so many.
 func (p *Position) Chunk(i uint32) (at, n uint64, ok bool) {
-	switch {
-	case i == p.next && p.at < p.cut.Total:
-		p.last, p.n = p.at, p.cut.At(p.at)
-		p.at += p.n
-		p.next++
-	case p.next == 0 || i != p.next-1:
+	if i >= p.next && i-p.next >= wire.LaneAhead {
 		return 0, 0, false
 	}
-	return p.last, p.n, true
+	for ; p.next <= i; p.next++ {
+		if p.at >= p.cut.Total {
+			return 0, 0, false
+		}
+		n := p.cut.At(p.at)
+		p.found[p.next%wire.LaneAhead] = [2]uint64{p.at, n}
+		p.at += n
+	}
+	if p.next-i > wire.LaneAhead {
+		return 0, 0, false
+	}
+	x := p.found[i%wire.LaneAhead]
+	return x[0], x[1], true
 }
 
 // Last reports whether all chunks were found.
 func (p *Position) Last() bool { return p.at >= p.cut.Total }
+
+// Arrived counts the chunks of a run that have arrived, in any order, as long as they are
+// not more than wire.LaneAhead apart.
+type Arrived struct {
+	count uint32 // of those before the first that is missing
+	more  uint64 // which have arrived after that, from chunk count
+}
+
+// Count returns how many have arrived without one missing.
+func (a *Arrived) Count() uint32 { return a.count }
+
+// Has reports whether a chunk has arrived.
+func (a *Arrived) Has(i uint32) bool {
+	return i < a.count || i-a.count < wire.LaneAhead && a.more>>(i-a.count)&1 == 1
+}
+
+// Add notes that a chunk has arrived. It reports false for one that has arrived before, or
+// that is too far ahead.
+func (a *Arrived) Add(i uint32) bool {
+	if a.Has(i) || i-a.count >= wire.LaneAhead {
+		return false
+	}
+	a.more |= 1 << (i - a.count)
+	n := bits.TrailingZeros64(^a.more)
+	a.count += uint32(n)
+	a.more >>= n
+	return true
+}

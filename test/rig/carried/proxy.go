@@ -48,7 +48,7 @@ func pass(in net.Conn, to string) {
 	if _, err := out.Write(p.Append(nil)); err != nil {
 		return
 	}
-	if p.Role == remote.Commands || p.Role == remote.Bulk {
+	if _, chunks := p.Role.ChunkStream(); chunks || p.Role == remote.Commands || p.Role == remote.Bulk {
 		cut := time.AfterFunc(leastCut+rand.N(mostCut-leastCut), func() { in.Close(); out.Close() })
 		defer cut.Stop()
 	}
