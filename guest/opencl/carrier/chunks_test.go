@@ -16,7 +16,9 @@ func (c *carrier) giveChunk(stream int, head, body []byte) error {
 	return give(place, func(f link.Frame) error { return c.chunkFrame(stream, f) }, remote.KindLaneChunk, head, body)
 }
 
-func (c *carrier) mayMove(lane uint32) uint32 { return c.region.Load32(laneWord(lane) + wire.LaneLimit) }
+func (c *carrier) mayMove(lane uint32) uint32 {
+	return c.region.Load32(laneWord(lane) + wire.LaneLimit)
+}
 
 const nine = 9 << 20
 

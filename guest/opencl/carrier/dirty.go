@@ -4,6 +4,7 @@ import (
 	"hash/maphash"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
+	"github.com/gpuctl/gpuctl/internal/wide"
 )
 
 // What an application has changed in a mapped region is found by comparing sums of its pages
@@ -80,8 +81,8 @@ func (c *carrier) shows(x *remote.Block, body []byte) {
 	exact := s != nil && s.exact && !s.gone
 	c.mu.Unlock()
 	var sums []uint64
-	for p := body; exact && len(p) > 0; p = p[min(len(p), sumPage):] {
-		sums = append(sums, maphash.Bytes(c.seed, p[:min(len(p), sumPage)]))
+	if exact {
+		sums = c.sumsOf(body)
 	}
 	if s == nil {
 		return
@@ -105,6 +106,17 @@ func (c *carrier) shows(x *remote.Block, body []byte) {
 	}
 }
 
+// sumsOf returns the sums of all pages.
+func (c *carrier) sumsOf(b []byte) []uint64 {
+	sums := make([]uint64, (len(b)+sumPage-1)/sumPage)
+	wide.Do(len(b), 32*sumPage, func(off, end int) {
+		for ; off < end; off += sumPage {
+			sums[off/sumPage] = maphash.Bytes(c.seed, b[off:min(off+sumPage, end)])
+		}
+	})
+	return sums
+}
+
 // sendWritten sends what the application has written into a region, before the request that
 // unmaps it. s is nil if the region was not shown here before it could be written.
 func (c *carrier) sendWritten(x remote.Block, s *shown) error {
@@ -122,11 +134,12 @@ func (c *carrier) sendWritten(x remote.Block, s *shown) error {
 		return err
 	}
 	b := x.Bytes(c.arena.Bytes())
+	now := c.sumsOf(b)
 	from := uint64(len(b)) // of the changed pages that are not sent
 	for i := range uint64(len(s.sums)) {
 		lo := i * sumPage
 		hi := min(lo+sumPage, uint64(len(b)))
-		same := maphash.Bytes(c.seed, b[lo:hi]) == s.sums[i]
+		same := now[i] == s.sums[i]
 		if !same {
 			from = min(from, lo)
 		}

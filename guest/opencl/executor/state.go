@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/internal/wide"
 )
 
 // A state file has the contents of a suspended session: the objects one after the other,
@@ -219,7 +220,7 @@ func (w *stateFile) finish() error {
 // do it with one processor.
 func (w *stateFile) letGo() {
 	for _, b := range w.maps {
-		wide(len(b), 64<<20, func(off, end int) { _ = unix.Madvise(b[off:end], unix.MADV_DONTNEED) })
+		wide.Do(len(b), 64<<20, func(off, end int) { _ = unix.Madvise(b[off:end], unix.MADV_DONTNEED) })
 	}
 }
 

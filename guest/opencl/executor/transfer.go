@@ -2,12 +2,11 @@ package executor
 
 import (
 	"io"
-	"runtime"
-	"sync"
 	"sync/atomic"
 	"unsafe"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/internal/wide"
 )
 
 // transfers has one queue for each context. The queues move contents into and out of the
@@ -38,7 +37,7 @@ func (t *transfers) forget(c *clContext) {
 // one processor.
 func populate(b []byte) {
 	const page = 4096
-	wide(len(b), 32<<20, func(off, end int) {
+	wide.Do(len(b), 32<<20, func(off, end int) {
 		for i := off; i < end; i += page {
 			atomic.AddUint32((*uint32)(unsafe.Pointer(&b[i])), 0)
 		}
@@ -47,12 +46,12 @@ func populate(b []byte) {
 
 // copyWide copies with several processors. One processor copies 5 to 11 GB/s.
 func copyWide(dst, src []byte) {
-	wide(len(dst), 2<<20, func(off, end int) { copy(dst[off:end], src[off:end]) })
+	wide.Do(len(dst), 2<<20, func(off, end int) { copy(dst[off:end], src[off:end]) })
 }
 
 // readWide reads from a file with several processors.
 func readWide(f io.ReaderAt, b []byte, at int64) error {
-	return tryWide(len(b), 2<<20, func(off, end int) error {
+	return wide.Try(len(b), 2<<20, func(off, end int) error {
 		_, err := f.ReadAt(b[off:end], at+int64(off))
 		return err
 	})
@@ -60,46 +59,10 @@ func readWide(f io.ReaderAt, b []byte, at int64) error {
 
 // writeWide writes to a file with several processors.
 func writeWide(f io.WriterAt, b []byte, at int64) error {
-	return tryWide(len(b), 2<<20, func(off, end int) error {
+	return wide.Try(len(b), 2<<20, func(off, end int) error {
 		_, err := f.WriteAt(b[off:end], at+int64(off))
 		return err
 	})
-}
-
-// tryWide is wide for work that can fail. It returns one of the errors.
-func tryWide(n, grain int, work func(off, end int) error) error {
-	var first atomic.Pointer[error]
-	wide(n, grain, func(off, end int) {
-		if err := work(off, end); err != nil {
-			first.CompareAndSwap(nil, &err)
-		}
-	})
-	if err := first.Load(); err != nil {
-		return *err
-	}
-	return nil
-}
-
-// wide divides n bytes into parts of grain bytes, and works on them with all processors.
-func wide(n, grain int, work func(off, end int)) {
-	if n <= grain {
-		work(0, n)
-		return
-	}
-	var wg sync.WaitGroup
-	var next atomic.Int64
-	for range min(runtime.NumCPU(), (n+grain-1)/grain) {
-		wg.Go(func() {
-			for {
-				off := int(next.Add(int64(grain))) - grain
-				if off >= n {
-					return
-				}
-				work(off, min(off+grain, n))
-			}
-		})
-	}
-	wg.Wait()
 }
 
 // piece is a part of one object's content: bytes of a buffer, or whole rows of an image. An
