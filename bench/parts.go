@@ -298,8 +298,8 @@ var checksum = regexp.MustCompile(`^checksum (\d+) ([0-9a-f]+)$`)
 
 // stillness swaps a running stream between two GPUs and compares its checksum with an unswapped run's.
 func (b *bench) stillness(ctx context.Context, r *rig.Rig, swaps int, gpus [2]string, args ...string) ([]rig.Swap, error) {
-	cmd := r.Command(ctx, gpus[0], append([]string{r.Program("stream"), "--verbose", "--seconds", strconv.Itoa(2 + swaps)}, args...)...)
-	_, wait, err := live(cmd, "iteration 2 ")
+	cmd := r.Command(ctx, gpus[0], append([]string{r.Program("stream"), "--verbose", "--stdin"}, args...)...)
+	stdin, wait, err := live(cmd, "iteration 2 ")
 	if err != nil {
 		return nil, err
 	}
@@ -315,6 +315,7 @@ func (b *bench) stillness(ctx context.Context, r *rig.Rig, swaps int, gpus [2]st
 		}
 		results = append(results, s)
 	}
+	_ = stdin.Close()
 	line, err := wait()
 	if err != nil {
 		return results, err

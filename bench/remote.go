@@ -59,7 +59,40 @@ func (b *bench) remote(ctx context.Context) error {
 	if err := b.goHome(ctx, stream, "1000 live objects, 10⁶ past calls", "--mib", "4"); err != nil {
 		return err
 	}
-	return b.goHome(ctx, stream, "1024 regions of 1 KiB", "--calls", "5000", "--live", "1142", "--mib", "1") // 1024 of them are buffers
+	if err := b.goHome(ctx, stream, "1024 regions of 1 KiB", "--calls", "5000", "--live", "1142", "--mib", "1"); err != nil { // 1024 of them are buffers
+		return err
+	}
+	return b.bringHome(ctx, stream)
+}
+
+// bringHome moves much that is written all the time from a remote GPU to a local one, and back.
+// The rate is that of what is copied in the downtime, by all of the downtime.
+func (b *bench) bringHome(ctx context.Context, stream float64) error {
+	r, err := b.startCarried(ctx, "mixed")
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	gpus, buffers := [2]string{rig.Basic, rig.Pthread}, b.mib*4/64
+	if b.device() == gpuID {
+		gpus, buffers = [2]string{gpuID, gpuID}, b.gib*1024/64
+	}
+	results, err := b.stillness(ctx, r, 4, gpus, "--mib", "64", "--buffers", strconv.Itoa(buffers))
+	if err != nil {
+		return err
+	}
+	var rates [2][]float64
+	for i, x := range results {
+		rates[i%2] = append(rates[i%2], float64(x.Frozen)/x.Stopped.Seconds()/1e9)
+	}
+	for i, way := range []string{"remote to local", "local to remote"} {
+		rate, target, pass := median(rates[i]), "", (func() bool)(nil)
+		if i == 0 {
+			target, pass = "0.8 x the stream", func() bool { return rate >= 0.8*stream }
+		}
+		b.report.add(fmt.Sprintf("%s, %d MiB written all the time; native: the raw stream", way, 64*buffers), "GB/s", stream, rate, target, pass)
+	}
+	return nil
 }
 
 // clbench runs clbench on the GPUs of a rig whose executors are reached in that way.

@@ -328,8 +328,9 @@ func (r *Rig) Gpuctl(ctx context.Context, args ...string) ([]byte, error) {
 	cmd := exec.CommandContext(ctx, r.Bin("gpuctl"), args...)
 	cmd.Env = r.Env()
 	cmd.WaitDelay = 5 * time.Second
-	var out, all bytes.Buffer
-	cmd.Stdout, cmd.Stderr = io.MultiWriter(&out, &all), &all
+	var out bytes.Buffer
+	all := &testkit.Log{} // two write it
+	cmd.Stdout, cmd.Stderr = io.MultiWriter(&out, all), all
 	err := cmd.Run()
 	if exit := (*exec.ExitError)(nil); errors.As(err, &exit) {
 		return out.Bytes(), &ExitError{args, exit.ExitCode(), all.String()}
