@@ -55,6 +55,12 @@ func (c *carrier) placeCommand(kind uint16, head []byte, n int) ([]byte, error) 
 	if err != nil {
 		return nil, err
 	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.showing = span{} // it comes again, on a new connection
+	c.changed.Broadcast()
+	c.awaitStored(&x)
+	c.showing = span{x.At, x.End() - x.At}
 	if x.Tight() {
 		return x.Bytes(c.arena.Bytes()), nil
 	}
@@ -91,6 +97,10 @@ func (c *carrier) command(f link.Frame) error {
 			x.Store(c.arena.Bytes(), f.Body)
 		}
 		c.shows(&x, f.Body)
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		c.showing = span{}
+		c.changed.Broadcast()
 		return nil
 	case remote.KindCallback:
 		var token, status, kind uint64
@@ -134,6 +144,7 @@ func (c *carrier) command(f link.Frame) error {
 		if len(c.mappings) >= 1<<20 {
 			return fmt.Errorf("%d mappings: %w", len(c.mappings), errHostile)
 		}
+		c.awaitStored(&m.Block)
 		c.mappings[mapKey{m.Mem, m.ID}] = m
 		c.await(m)
 		return nil

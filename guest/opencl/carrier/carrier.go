@@ -104,6 +104,8 @@ type carrier struct {
 	placing  [1 + remote.ChunkStreams]*lane // by stream, that of bulk transfers first: the lane of the chunk that is being read
 	watching sync.WaitGroup                 // of lanes
 	punches  []span                         // memory to give back when the part's owner has ended
+	storing  span                           // where contents are being read to
+	showing  span                           // where a block is being read to
 
 	callbacks chan [3]uint32
 	cbCame    atomic.Uint64 // callbacks of the far executor
@@ -117,6 +119,8 @@ type carrier struct {
 type mapKey struct{ mem, id uint32 }
 
 type span struct{ off, size uint64 }
+
+func (s span) meets(o span) bool { return s.off < o.off+o.size && o.off < s.off+s.size }
 
 // Main runs a carrier until it retires, the connection is lost for too long, or ctx ends.
 func Main(ctx context.Context, cfg Config) error {

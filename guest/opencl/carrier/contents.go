@@ -153,7 +153,8 @@ func (c *carrier) passTo(from io.Reader, out bool, f func(head, pieces []byte) e
 }
 
 // store reads bytes into the arena, but not over what the application has mapped: that is the
-// newest there is.
+// newest there is. The same holds for what was shown of a region so far. Contents that are copied
+// while the session runs come on a connection of their own, so they may be older than that.
 func (c *carrier) store(from io.Reader, at, size uint64) error {
 	const step = 1 << 20
 	end := at + size
@@ -163,13 +164,16 @@ func (c *carrier) store(from io.Reader, at, size uint64) error {
 		if err != nil {
 			return err
 		}
-		if c.touchesMapping(at, n) {
+		if c.beginStore(span{at, n}) {
+			_, err = io.ReadFull(from, b)
+			c.endStore()
+		} else {
 			tmp := make([]byte, n)
-			if _, err := io.ReadFull(from, tmp); err != nil {
-				return err
+			if _, err = io.ReadFull(from, tmp); err == nil {
+				c.storeAround(at, tmp)
 			}
-			c.storeAround(at, tmp)
-		} else if _, err := io.ReadFull(from, b); err != nil {
+		}
+		if err != nil {
 			return err
 		}
 		at += n
@@ -177,24 +181,56 @@ func (c *carrier) store(from io.Reader, at, size uint64) error {
 	return nil
 }
 
-func (c *carrier) touchesMapping(at, n uint64) bool {
+// beginStore reports whether bytes may be read to a place at once, as nothing that is newer is
+// there. Until endStore nothing will be, either: who brings that waits.
+func (c *carrier) beginStore(x span) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.awaitShown(x)
 	touches := false
-	c.eachWritten(func(x *remote.Block) { touches = touches || x.At < at+n && at < x.End() })
-	return touches
+	c.eachNewer(func(b *remote.Block, end uint64) { touches = touches || x.meets(span{b.At, end - b.At}) })
+	if touches {
+		return false
+	}
+	c.storing = x
+	return true
 }
 
-// eachWritten calls f with each region whose newest content the application has, or may have.
-// The caller holds c.mu.
-func (c *carrier) eachWritten(f func(x *remote.Block)) {
+func (c *carrier) endStore() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.storing = span{}
+	c.changed.Broadcast()
+}
+
+// awaitStored waits until no older bytes are being read to a block. The caller holds c.mu.
+func (c *carrier) awaitStored(b *remote.Block) {
+	for c.storing.meets(span{b.At, b.End() - b.At}) && !c.over() {
+		c.changed.Wait()
+	}
+}
+
+// awaitShown waits until no block of the far executor is being read to a place. The caller
+// holds c.mu.
+func (c *carrier) awaitShown(x span) {
+	for c.showing.meets(x) && !c.over() {
+		c.changed.Wait()
+	}
+}
+
+// eachNewer calls f with each region whose newest content the application has, or may have, up
+// to an offset in the arena. The caller holds c.mu.
+func (c *carrier) eachNewer(f func(x *remote.Block, end uint64)) {
 	for k, m := range c.mappings {
-		if s := c.shown[k]; s == nil || !s.hidden() {
-			f(&m.Block)
+		switch s := c.shown[k]; {
+		case s == nil || !s.hidden():
+			f(&m.Block, m.Block.End())
+		case s.got > 0:
+			f(&m.Block, s.at)
 		}
 	}
 	for i := range c.late {
-		f(&c.late[i])
+		f(&c.late[i], c.late[i].End())
 	}
 }
 
@@ -212,16 +248,17 @@ func (c *carrier) keepLate(late []remote.Block) error {
 	return nil
 }
 
-// storeAround stores bytes where the application has mapped nothing.
+// storeAround stores bytes where nothing newer is.
 func (c *carrier) storeAround(at uint64, b []byte) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.awaitShown(span{at, uint64(len(b))})
 	keep := make([]bool, len(b))
-	c.eachWritten(func(x *remote.Block) {
+	c.eachNewer(func(x *remote.Block, end uint64) {
 		for z := range x.Slices {
 			for y := range x.Rows {
 				lo := x.At + z*x.SlicePitch + y*x.RowPitch
-				hi := min(lo+x.Row, at+uint64(len(b)))
+				hi := min(lo+x.Row, end, at+uint64(len(b)))
 				for p := max(lo, at); p < hi; p++ {
 					keep[p-at] = true
 				}

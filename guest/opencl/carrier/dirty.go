@@ -19,12 +19,12 @@ const (
 	mostSums  = 8 << 20
 )
 
-// shown is what the far executor has shown of a region that is mapped for writing.
+// shown is what the far executor has shown of a region that is mapped.
 type shown struct {
 	block remote.Block
 	got   uint64 // bytes that were shown
 	at    uint64 // arena offset of what comes next
-	exact bool   // sums are those of all that was shown
+	exact bool   // sums are those of all that was shown; it is mapped for writing
 	gone  bool   // it is unmapped
 	sums  []uint64
 }
@@ -36,10 +36,10 @@ func (s *shown) hidden() bool { return s.got < s.block.Size() }
 func (c *carrier) await(m remote.Mapping) {
 	k := mapKey{m.Mem, m.ID}
 	c.forget(k)
-	if !m.Writes || !m.Comes || len(c.shown) >= mostShown || c.awaited >= mostShown {
+	if !m.Comes || len(c.shown) >= mostShown || c.awaited >= mostShown {
 		return
 	}
-	s := &shown{block: m.Block, at: m.Block.At, exact: m.Block.Tight() && m.Block.Size() >= leastSums}
+	s := &shown{block: m.Block, at: m.Block.At, exact: m.Writes && m.Block.Tight() && m.Block.Size() >= leastSums}
 	c.shown[k] = s
 	c.awaited++
 	c.awaits[s.at] = append(c.awaits[s.at], s)

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"hash/maphash"
+	"io"
 	"net"
 	"testing"
 
@@ -247,4 +248,96 @@ func FuzzShownRegion(f *testing.F) {
 			t.Errorf("%d regions are kept, with %d sums, %d awaited", len(c.shown), c.sums, c.awaited)
 		}
 	})
+}
+
+// Contents that are copied while the session runs come on a connection of their own, so they may
+// be older than what is shown of a region meanwhile. They don't overwrite that, and a read-only
+// region that is not shown yet has them.
+func TestContentsAreOlderThanWhatIsShown(t *testing.T) {
+	const size = 64
+	region := remote.Range(128, size)
+	older, newer := bytes.Repeat([]byte{2}, size), bytes.Repeat([]byte{7}, size)
+	for _, writes := range []bool{false, true} {
+		mapped := func(t *testing.T) *carrier {
+			c := newCarrier(t)
+			m := remote.Mapping{Mem: 70, ID: 1, Writes: writes, Comes: true, Block: region}
+			if err := c.giveCommand(remote.KindMapped, m.Append(nil), nil); err != nil {
+				t.Fatal(err)
+			}
+			return c
+		}
+		show := func(c *carrier, from, to uint64) error {
+			return c.giveCommand(remote.KindBlock, remote.Range(region.At+from, to-from).Append(nil), newer[from:to])
+		}
+		holds := func(t *testing.T, c *carrier, want []byte) {
+			t.Helper()
+			if got := c.arena.Bytes()[region.At:region.End()]; !bytes.Equal(got, want) {
+				t.Errorf("mapped for writing %v: the region holds %d, not %d", writes, got, want)
+			}
+		}
+
+		c := mapped(t)
+		if err := c.store(bytes.NewReader(older), region.At, size); err != nil {
+			t.Fatal(err)
+		}
+		holds(t, c, older)
+		if err := show(c, 0, size); err != nil {
+			t.Fatal(err)
+		}
+		holds(t, c, newer)
+
+		c = mapped(t)
+		if err := show(c, 0, 16); err != nil {
+			t.Fatal(err)
+		}
+		if err := c.store(bytes.NewReader(older), region.At, size); err != nil {
+			t.Fatal(err)
+		}
+		holds(t, c, append(bytes.Clone(newer[:16]), older[16:]...))
+
+		// A block, or a mapping whose content does not come, meets contents that are being read.
+		for name, bring := range map[string]func(c *carrier) error{
+			"block": func(c *carrier) error { return show(c, 0, size) },
+			"mapping": func(c *carrier) error {
+				m := remote.Mapping{Mem: 70, ID: 2, Writes: true, Block: region}
+				if err := c.giveCommand(remote.KindMapped, m.Append(nil), nil); err != nil {
+					return err
+				}
+				copy(c.arena.Bytes()[region.At:], newer) // the application writes it
+				return nil
+			},
+		} {
+			c := mapped(t)
+			in, out := io.Pipe()
+			stored, brought := make(chan error, 1), make(chan error, 1)
+			go func() { stored <- c.store(in, region.At, size) }()
+			if _, err := out.Write(older[:8]); err != nil {
+				t.Fatal(err)
+			}
+			go func() { brought <- bring(c) }()
+			testkit.Parked(t, "carrier.(*carrier).awaitStored", 1)
+			if _, err := out.Write(older[8:]); err != nil {
+				t.Fatal(err)
+			}
+			if err := errors.Join(<-stored, <-brought); err != nil {
+				t.Fatal(name, err)
+			}
+			holds(t, c, newer)
+		}
+
+		// Contents meet a block that is being read.
+		c = mapped(t)
+		b, err := c.placeCommand(remote.KindBlock, region.Append(nil), size)
+		if err != nil {
+			t.Fatal(err)
+		}
+		copy(b, newer)
+		stored := make(chan error, 1)
+		go func() { stored <- c.store(bytes.NewReader(older), region.At, size) }()
+		testkit.Parked(t, "carrier.(*carrier).awaitShown", 1)
+		if err := errors.Join(c.command(link.Frame{Kind: remote.KindBlock, Head: region.Append(nil), Body: b}), <-stored); err != nil {
+			t.Fatal(err)
+		}
+		holds(t, c, newer)
+	}
 }
