@@ -82,6 +82,7 @@ type carrier struct {
 	active, frozen, prepared atomic.Bool
 	mapped                   atomic.Bool // when it was frozen last, the application had something mapped
 	gate                     gate
+	sent, got                atomic.Uint64                                     // bytes of contents to and from the far executor in the last round, and 1 more; 0: none yet
 	broken                   [remote.Chunks + remote.ChunkStreams]atomic.Int64 // by stream: UnixNano when its connection broke; 0: it is connected
 
 	mu       sync.Mutex

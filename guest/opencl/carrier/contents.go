@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"connectrpc.com/connect"
@@ -44,7 +45,7 @@ func (c *carrier) serveImports(l *net.UnixListener) {
 }
 
 func (c *carrier) importFrom(conn net.Conn) error {
-	far, err := c.dialer.Dial(c.ctx, remote.Import)
+	far, err := c.dialContents(c.ctx, remote.Import, &c.sent)
 	if err != nil {
 		return err
 	}
@@ -77,6 +78,14 @@ func (c *carrier) importFrom(conn net.Conn) error {
 	err = c.pass(conn, far, true)
 	far.Close()
 	return err
+}
+
+// dialContents connects to the far executor for contents, with a bundle if there may be much.
+func (c *carrier) dialContents(ctx context.Context, role remote.Role, last *atomic.Uint64) (net.Conn, error) {
+	if n := last.Swap(1); n > 0 && n < wideFrom {
+		return c.dialer.Dial(ctx, role)
+	}
+	return c.dialer.DialBundle(ctx, role)
 }
 
 func word(r io.Reader) (uint64, error) {
@@ -140,8 +149,10 @@ func (c *carrier) passTo(from io.Reader, out bool, f func(head, pieces []byte) e
 				return fmt.Errorf("%d bytes at %#x: %w", size, at, errHostile)
 			}
 			if out {
+				c.sent.Add(size)
 				continue
 			}
+			c.got.Add(size)
 			if err := c.store(from, at, size); err != nil {
 				return err
 			}
@@ -156,7 +167,7 @@ func (c *carrier) passTo(from io.Reader, out bool, f func(head, pieces []byte) e
 // newest there is. The same holds for what was shown of a region so far. Contents that are copied
 // while the session runs come on a connection of their own, so they may be older than that.
 func (c *carrier) store(from io.Reader, at, size uint64) error {
-	const step = 1 << 20
+	const step = 4 << 20
 	end := at + size
 	for at < end {
 		n := min(end-at, step)
@@ -332,7 +343,7 @@ func (c *carrier) exportHome(ctx context.Context, peer string, req *gpuctlv1.Exp
 		return connect.NewError(connect.CodeInternal, fmt.Errorf("reach the target executor: %w", err))
 	}
 	defer target.Close()
-	far, err := c.dialer.Dial(ctx, remote.Export)
+	far, err := c.dialContents(ctx, remote.Export, &c.got)
 	if err != nil {
 		return connect.NewError(connect.CodeAborted, err)
 	}

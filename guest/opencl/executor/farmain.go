@@ -49,6 +49,7 @@ type farServer struct {
 	wait  []arrival
 	fetch net.Conn // by which this executor fetches, until the session is made
 	ctrl  *carried
+	parts remote.Gatherer
 	seen  time.Time // when a stream was served last
 	live  int       // streams that are served
 }
@@ -254,6 +255,18 @@ func (v *farServer) serve(a arrival) {
 		go v.stream(far.commands, a.conn, far.command)
 	case remote.Bulk:
 		go v.stream(far.bulk, a.conn, far.bulkFrame)
+	case remote.Part:
+		go func() {
+			conn, role, err := v.parts.Add(a.conn)
+			if err != nil {
+				v.cfg.Logger.Warn("connection refused", "role", a.role, "err", err)
+			}
+			if conn != nil {
+				v.mu.Lock()
+				defer v.mu.Unlock()
+				v.serve(arrival{conn, role, a.hello})
+			}
+		}()
 	case remote.Control:
 		v.ctrl.give(a.conn)
 	case remote.Import:

@@ -55,15 +55,16 @@ const (
 const (
 	ChunkStreams = 4
 
-	roles = Chunks + ChunkStreams
+	Part  = Chunks + ChunkStreams // of a bundle: see bundle.go
+	roles = Part + 1
 )
 
 func roleNames() [roles]string {
-	return [roles]string{"", "commands", "bulk", "control", "import", "export", "state", "fetch", "chunks", "chunks2", "chunks3", "chunks4"}
+	return [roles]string{"", "commands", "bulk", "control", "import", "export", "state", "fetch", "chunks", "chunks2", "chunks3", "chunks4", "part"}
 }
 
 // ChunkStream returns which stream of chunks the role is, from 0.
-func (r Role) ChunkStream() (n int, ok bool) { return int(r) - int(Chunks), r >= Chunks && r < roles }
+func (r Role) ChunkStream() (n int, ok bool) { return int(r) - int(Chunks), r >= Chunks && r < Part }
 
 // String returns the role's name.
 func (r Role) String() string {
