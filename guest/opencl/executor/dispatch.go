@@ -249,10 +249,37 @@ func (s *session) dropProgram(p *program) {
 	}
 }
 
+// dropSampler gives a sampler back when the commands that use it have ended: PoCL does not keep
+// it for them, as it should (OpenCL 3.0, clReleaseSampler).
 func (s *session) dropSampler(x *sampler) {
-	if x.dead && x.users == 0 && x.vendor != 0 {
-		cl.ReleaseSampler(x.vendor)
-		x.vendor = 0
+	if !x.dead || x.users > 0 || x.vendor == 0 {
+		return
+	}
+	s.samplers = append(s.samplers, x.vendor)
+	x.vendor = 0
+	if len(s.samplers) == 1 {
+		go s.releaseSamplers()
+	}
+}
+
+// releaseSamplers releases what was dropped, until nothing more is.
+func (s *session) releaseSamplers() {
+	for n := 0; ; {
+		s.mu.Lock()
+		for _, v := range s.samplers[:n] {
+			cl.ReleaseSampler(v)
+		}
+		s.samplers = s.samplers[n:]
+		n = len(s.samplers)
+		marks := []cl.Event(nil)
+		if n > 0 {
+			marks = s.markers(s.contexts())
+		}
+		s.mu.Unlock()
+		if n == 0 {
+			return
+		}
+		await(marks)
 	}
 }
 

@@ -30,19 +30,20 @@ type session struct {
 	state  *os.File
 	host   hostMemory
 
-	mu      sync.Mutex
-	objs    []any          // by id
-	serials []uint64       // by id: which object has that id, and from what it was created
-	ghosts  map[uint32]any // released objects that are still used, by ids that no client can choose
-	ghostID uint32
-	redo    *parkedCall // the parked call that is run now
-	devices []*device   // root devices
-	parked  []*parkedCall
-	moving  []*parkedCall        // bulk transfers that run
-	lanes   [wire.LaneCount]bool // used by them
-	watches []*watch
-	replies map[uint32][]byte // what did not fit into a slot, by token
-	token   uint32
+	mu       sync.Mutex
+	objs     []any          // by id
+	serials  []uint64       // by id: which object has that id, and from what it was created
+	ghosts   map[uint32]any // released objects that are still used, by ids that no client can choose
+	samplers []cl.Sampler   // released; commands may still use them
+	ghostID  uint32
+	redo     *parkedCall // the parked call that is run now
+	devices  []*device   // root devices
+	parked   []*parkedCall
+	moving   []*parkedCall        // bulk transfers that run
+	lanes    [wire.LaneCount]bool // used by them
+	watches  []*watch
+	replies  map[uint32][]byte // what did not fit into a slot, by token
+	token    uint32
 
 	platf      cl.Platform
 	quirk      quirk
