@@ -219,15 +219,14 @@ func monotonic() int64 {
 }
 
 func (c *carrier) streams() {
-	id := c.dialer.Hello.Carrier
-	c.commands = link.New(link.Options{ID: id, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody, Place: c.placeCommand})
-	id[0] ^= 1
-	c.bulk = link.New(link.Options{ID: id, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody, Place: c.placeBulk})
+	stream := func(r remote.Role, place func(uint16, []byte, int) ([]byte, error)) *link.Stream {
+		return link.New(link.Options{ID: c.dialer.Hello.Stream(r), MaxHead: remote.MaxHead, MaxBody: remote.MaxBody, Place: place})
+	}
+	c.commands, c.bulk = stream(remote.Commands, c.placeCommand), stream(remote.Bulk, c.placeBulk)
 	for i := range c.chunks {
-		id[0] = c.dialer.Hello.Carrier[0] ^ byte(2+i)
-		c.chunks[i] = link.New(link.Options{ID: id, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody, Place: func(kind uint16, head []byte, n int) ([]byte, error) {
+		c.chunks[i] = stream(remote.Chunks+remote.Role(i), func(kind uint16, head []byte, n int) ([]byte, error) {
 			return c.placeChunk(1+i, kind, head, n)
-		}})
+		})
 	}
 }
 

@@ -143,9 +143,7 @@ func TestChunksThatAreSentArriveInAnyOrder(t *testing.T) {
 	c.joined = c.chunks[:2]
 	c.mu.Unlock()
 	for i := range far {
-		id := c.dialer.Hello.Carrier
-		id[0] ^= byte(2 + i)
-		far[i] = link.New(link.Options{ID: id, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody})
+		far[i] = link.New(link.Options{ID: c.dialer.Hello.Stream(remote.Chunks + remote.Role(i)), MaxHead: remote.MaxHead, MaxBody: remote.MaxBody})
 		a, b := net.Pipe()
 		go func() { _ = far[i].Serve(c.ctx, a, func(link.Frame) error { <-gates[i]; return nil }) }()
 		go func() { _ = c.chunks[i].Serve(c.ctx, b, func(link.Frame) error { return nil }) }()

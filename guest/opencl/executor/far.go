@@ -60,13 +60,12 @@ func newFarEnd(ctx context.Context, ring, arena *shm.Region, hello remote.Hello,
 	for i := range f.lanes {
 		f.lanes[i].news = make(chan struct{}, 1)
 	}
-	id := hello.Carrier
-	f.commands = link.New(link.Options{ID: id, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody, Place: f.placeCommand})
-	id[0] ^= 1
-	f.bulk = link.New(link.Options{ID: id, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody, Place: f.placeBulk})
+	stream := func(r remote.Role, place func(uint16, []byte, int) ([]byte, error)) *link.Stream {
+		return link.New(link.Options{ID: hello.Stream(r), MaxHead: remote.MaxHead, MaxBody: remote.MaxBody, Place: place})
+	}
+	f.commands, f.bulk = stream(remote.Commands, f.placeCommand), stream(remote.Bulk, f.placeBulk)
 	for i := range f.chunks {
-		id[0] = hello.Carrier[0] ^ byte(2+i)
-		f.chunks[i] = link.New(link.Options{ID: id, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody, Place: f.placeBulk})
+		f.chunks[i] = stream(remote.Chunks+remote.Role(i), f.placeBulk)
 	}
 	return f, nil
 }

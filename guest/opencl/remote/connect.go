@@ -184,6 +184,13 @@ func ParseHello(b []byte, parts uint32) (Hello, error) {
 	return h, nil
 }
 
+// Stream returns the id of a stream, which both ends know it by.
+func (h Hello) Stream(r Role) link.ID {
+	id := h.Carrier
+	id[0] ^= byte(r - Commands)
+	return id
+}
+
 // Same reports whether two hellos are of the same carrier and session.
 func (h Hello) Same(o Hello) bool {
 	o.Now = h.Now
