@@ -96,12 +96,12 @@ func newRigOf(t fataler, memory, reserve uint64, options ...rigOption) *rig {
 	var err error
 	r.hw, err = nvc0.New(nvc0.Config{
 		VRAM: memory, Mediated: true,
-		Violated: func(v nvc0.Violation) { t.Errorf("violation: %v", v) },
+		Violated: func(v nvc0.Violation) { r.t.Errorf("violation: %v", v) },
 		Bus: func(on nvc0.Owner, addr uint64, p []byte, write bool) bool {
 			ok := r.gpu.DMA(on, addr, p, write)
 			for vm, v := range r.gpu.vgpus { // P1 for system memory: an address is in its VM's part, or nothing is there
 				if ok && v.owner == on && addr>>windowBits != v.window64>>windowBits {
-					t.Errorf("violation: VM %d reached bus address %#x", vm, addr)
+					r.t.Errorf("violation: VM %d reached bus address %#x", vm, addr)
 				}
 			}
 			return ok

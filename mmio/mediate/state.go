@@ -335,8 +335,11 @@ func readRecord(in io.Reader, limit uint32) (r record, err error) {
 		return r, fmt.Errorf("%w: a record of %d bytes, and one of such a VGPU has %d at most", ErrState, n, limit)
 	}
 	text, err := io.ReadAll(io.LimitReader(in, int64(n)))
-	if err != nil || len(text) != int(n) {
-		return r, fmt.Errorf("%w: it ends early: %w", ErrState, err)
+	if err == nil && len(text) != int(n) {
+		err = io.ErrUnexpectedEOF
+	}
+	if err != nil {
+		return r, fmt.Errorf("%w: its record: %w", ErrState, err)
 	}
 	mode, err := cbor.DecOptions{MaxNestedLevels: 8, MaxArrayElements: nvc0.SmallEntries, MaxMapPairs: 1024, ExtraReturnErrors: cbor.ExtraDecErrorUnknownField}.DecMode()
 	if err != nil {
