@@ -7,7 +7,7 @@
 //   - member: this host's membership in a cluster;
 //   - migration: live migration of VMs to other hosts;
 //   - inventory: the GPUs of the host;
-//   - network: network cards and their virtual functions;
+//   - network: network interfaces, and the bandwidth of migrations;
 //   - telemetry: metrics, traces, and notifications to systemd;
 //   - command and config: the command line and the configuration file.
 //

@@ -79,9 +79,6 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, wired.close()) }()
-	if o.Data != "" { // libvirtd starts after hostd, so the functions exist when VMs start
-		wired.nics.Apply(ctx, o.Config.Network)
-	}
 	work, stop := context.WithCancel(ctx)
 	defer stop()
 	var wg sync.WaitGroup

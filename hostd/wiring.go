@@ -36,7 +36,6 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
 	"github.com/gpuctl/gpuctl/hostd/migration/stash"
 	"github.com/gpuctl/gpuctl/hostd/network"
-	"github.com/gpuctl/gpuctl/hostd/network/nics"
 	"github.com/gpuctl/gpuctl/hostd/servicevm"
 	"github.com/gpuctl/gpuctl/hostd/sessions"
 	"github.com/gpuctl/gpuctl/hostd/telemetry/metrics"
@@ -64,7 +63,6 @@ type wiring struct {
 	serving *servicevm.Keeper
 
 	network *network.Host
-	nics    *nics.Manager
 	rate    uint64 // limit for sending VMs, bytes per second; 0: not limited
 
 	metrics *metrics.Metrics
@@ -169,11 +167,11 @@ func (m *wiring) open(ctx context.Context, o Options, host *sessions.Host, name 
 	if m.network, err = network.Open(sysfs.Dir("/")); err != nil {
 		return err
 	}
-	m.nics = &nics.Manager{Network: m.network, Owners: m.cards.Keeper.Hypervisor.Owners, Peers: m.peers, Event: host.RecordHostEvent, Log: o.Log}
 	if err := m.mediate(o, host, dir); err != nil {
 		return err
 	}
-	host.Devices = cardapi.New(mediated.Both{CardKeeper: m.cards.Keeper, Mediated: m.mediated}, m.nics, m.node, o.Log)
+	nics := &cardapi.NICs{Network: m.network, Peers: m.peers, Log: o.Log}
+	host.Devices = cardapi.New(mediated.Both{CardKeeper: m.cards.Keeper, Mediated: m.mediated}, nics, m.node, o.Log)
 	if m.rate, err = o.Config.Devices.Rate(); err != nil {
 		return err
 	}

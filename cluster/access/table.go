@@ -112,8 +112,6 @@ func hostTable() map[string]Rule {
 		gpuctlv1connect.DeviceServiceResetProcedure:        {Local | User | Host, operator, change},
 		gpuctlv1connect.DeviceServiceResizeProcedure:       {Local | User | Host, operator, change},
 		gpuctlv1connect.DeviceServiceListNICsProcedure:     {Local | User | Host, viewer, false},
-		gpuctlv1connect.DeviceServiceResizeNICProcedure:    {Local | User | Host, operator, change},
-		gpuctlv1connect.DeviceServiceSetVFProcedure:        {Local | User | Host, operator, change},
 
 		gpuctlv1connect.MigrationServicePlanProcedure:   {Local | User | Host, viewer, false},
 		gpuctlv1connect.MigrationServiceWatchProcedure:  {Local | User | Host, viewer, false},

@@ -17,7 +17,6 @@ import (
 
 	"github.com/gpuctl/gpuctl/guest/confine"
 	"github.com/gpuctl/gpuctl/guest/turn"
-	"github.com/gpuctl/gpuctl/hostd/network"
 	"github.com/gpuctl/gpuctl/internal/size"
 	"github.com/gpuctl/gpuctl/internal/timeshare"
 )
@@ -44,7 +43,6 @@ type Config struct {
 	Metrics       Metrics       `yaml:"metrics,omitempty"`
 	Tracing       Tracing       `yaml:"tracing,omitempty"`
 	Devices       Devices       `yaml:"devices,omitempty"`
-	Network       Network       `yaml:"network,omitempty"`
 	Executors     Executors     `yaml:"executors,omitempty"`
 	Sharing       Sharing       `yaml:"sharing,omitempty"`
 	MMIO          MMIO          `yaml:"mmio,omitempty"`
@@ -104,62 +102,6 @@ func (s Sharing) validate() error {
 		err = errors.Join(err, fmt.Errorf("sharing.mostWeight: %d is more than %d", s.MostWeight, timeshare.MaxWeight))
 	}
 	return err
-}
-
-// Network configures network cards when hostd starts.
-type Network struct {
-	VFs []NetworkVFs `yaml:"vfs,omitempty"`
-}
-
-// NetworkVFs configures the virtual functions of an interface's card.
-type NetworkVFs struct {
-	Interface string      `yaml:"interface"`
-	Count     int         `yaml:"count"`
-	Set       []NetworkVF `yaml:"set,omitempty"`
-}
-
-// NetworkVF configures one virtual function. Settings that are left out are not changed.
-type NetworkVF struct {
-	VF             int `yaml:"vf"` // index, from 0
-	network.Change `yaml:",inline"`
-}
-
-const (
-	maxInterface = 15 // longest name of an interface in bytes (IFNAMSIZ in linux/if.h, less the final zero)
-	maxVFs       = 1<<16 - 1
-)
-
-func (n Network) validate() error {
-	var errs []error
-	bad := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
-	interfaces := map[string]bool{}
-	for i, v := range n.VFs {
-		where := fmt.Sprintf("network.vfs[%d]", i)
-		switch {
-		case v.Interface == "", len(v.Interface) > maxInterface, strings.ContainsAny(v.Interface, "/: \t\n\x00"), v.Interface == ".", v.Interface == "..":
-			bad("%s.interface: %q is no name of one", where, v.Interface)
-		case interfaces[v.Interface]:
-			bad("%s: interface %s twice", where, v.Interface)
-		}
-		interfaces[v.Interface] = true
-		if v.Count < 0 || v.Count > maxVFs {
-			bad("%s.count: %d is not from 0 to %d", where, v.Count, maxVFs)
-		}
-		seen := map[int]bool{}
-		for _, s := range v.Set {
-			if s.VF < 0 || s.VF >= v.Count {
-				bad("%s.set: interface %s has no virtual function %d: they count from 0 to %d", where, v.Interface, s.VF, v.Count-1)
-			}
-			if seen[s.VF] {
-				bad("%s.set: virtual function %d of %s twice", where, s.VF, v.Interface)
-			}
-			seen[s.VF] = true
-			if _, err := s.Of(v.Interface, network.VF{Index: s.VF}); err != nil {
-				bad("%s.set: %w", where, err)
-			}
-		}
-	}
-	return errors.Join(errs...)
 }
 
 // Devices configures how PCI cards are given to VMs.
@@ -418,7 +360,7 @@ func (c Config) Validate() error {
 	if _, err := c.Devices.StashLimit(0, func() (uint64, error) { return 0, nil }); err != nil {
 		bad("devices.stash: %q is not a size, or 0", c.Devices.Stash)
 	}
-	errs = append(errs, c.Cluster.validate(), c.Access.validate(), c.Network.validate(), c.Executors.validate(), c.Sharing.validate(), c.MMIO.validate(c.GPUs))
+	errs = append(errs, c.Cluster.validate(), c.Access.validate(), c.Executors.validate(), c.Sharing.validate(), c.MMIO.validate(c.GPUs))
 	if l := c.Metrics.Listen; l != "" {
 		errs = append(errs, address("metrics.listen", l))
 	}

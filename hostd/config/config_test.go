@@ -9,8 +9,6 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
-
-	"github.com/gpuctl/gpuctl/hostd/network"
 )
 
 func TestTheExampleIsValidAndDumpsAsIs(t *testing.T) {
@@ -58,32 +56,25 @@ func TestMain(m *testing.M) {
 
 func TestWhatIsWrongIsRefusedByName(t *testing.T) {
 	for text, part := range map[string]string{
-		"":                                       "empty",
-		"version: 2":                             "version: 2",
-		"discover: true":                         "version: 0",
-		"version: 1\ndiscver: no":                "discver",
-		"version: 1\n---\nversion: 1":            "more than one document",
-		"version: 1\nversion: 1":                 "already defined",
-		"version: 1\nvirtualDevice: {type: tpu}": "virtualDevice.type",
-		"version: 1\ngpus: [{id: A, library: x}]":                                              "gpus[0].id",
-		"version: 1\ngpus: [{id: a}]":                                                          "either library or runtime",
-		"version: 1\ngpus: [{id: a, library: x, runtime: pocl}]":                               "either library or runtime",
-		"version: 1\ngpus: [{id: a, runtime: x}, {id: a, runtime: x}]":                         "declared twice",
-		"version: 1\ngpus: [{id: a, runtime: x, env: {\"A=B\": c}}]":                           "not a variable",
-		"version: 1\ngpus: [{id: a, runtime: x, devices: [1, 1]}]":                             "device 1 twice",
-		"version: 1\ngpus: [{id: a, runtime: x, env: {POCL_MEMORY_LIMIT: 1.5}}]":               "POCL_MEMORY_LIMIT",
-		"version: 1\nmodels: [{name: a}, {name: a}]":                                           "twice",
-		"version: 1\nnetwork: {vfs: [{interface: a/b, count: 1}]}":                             "network.vfs[0].interface",
-		"version: 1\nnetwork: {vfs: [{interface: e, count: 1}, {interface: e, count: 2}]}":     "interface e twice",
-		"version: 1\nnetwork: {vfs: [{interface: e, count: -1}]}":                              "network.vfs[0].count",
-		"version: 1\nnetwork: {vfs: [{interface: e, count: 2, set: [{vf: 2}]}]}":               "no virtual function 2: they count from 0 to 1",
-		"version: 1\nnetwork: {vfs: [{interface: e, count: 2, set: [{vf: 1}, {vf: 1}]}]}":      "virtual function 1 of e twice",
-		"version: 1\nnetwork: {vfs: [{interface: e, count: 2, set: [{vf: 1, vlan: 5000}]}]}":   "VLAN 5000",
-		"version: 1\nnetwork: {vfs: [{interface: e, count: 2, set: [{vf: 1, mac: x}]}]}":       "virtual function 1 of e: MAC \"x\"",
-		"version: 1\nnetwork: {vfs: [{interface: e, count: 2, set: [{vf: 1, trusted: yes}]}]}": "trusted",
-		"version: 1\nvendorDirs: [vendors]":                                                    "absolute",
-		"version: 1\ndevices: {stash: much}":                                                   "devices.stash",
-		"version: 1\ncluster: {raftMultiplier: 11}":                                            "cluster.raftMultiplier",
+		"":                                        "empty",
+		"version: 2":                              "version: 2",
+		"discover: true":                          "version: 0",
+		"version: 1\ndiscver: no":                 "discver",
+		"version: 1\n---\nversion: 1":             "more than one document",
+		"version: 1\nnetwork: {vfs: []}":          "line 2: field network not found",
+		"version: 1\nversion: 1":                  "already defined",
+		"version: 1\nvirtualDevice: {type: tpu}":  "virtualDevice.type",
+		"version: 1\ngpus: [{id: A, library: x}]": "gpus[0].id",
+		"version: 1\ngpus: [{id: a}]":             "either library or runtime",
+		"version: 1\ngpus: [{id: a, library: x, runtime: pocl}]":                 "either library or runtime",
+		"version: 1\ngpus: [{id: a, runtime: x}, {id: a, runtime: x}]":           "declared twice",
+		"version: 1\ngpus: [{id: a, runtime: x, env: {\"A=B\": c}}]":             "not a variable",
+		"version: 1\ngpus: [{id: a, runtime: x, devices: [1, 1]}]":               "device 1 twice",
+		"version: 1\ngpus: [{id: a, runtime: x, env: {POCL_MEMORY_LIMIT: 1.5}}]": "POCL_MEMORY_LIMIT",
+		"version: 1\nmodels: [{name: a}, {name: a}]":                             "twice",
+		"version: 1\nvendorDirs: [vendors]":                                      "absolute",
+		"version: 1\ndevices: {stash: much}":                                     "devices.stash",
+		"version: 1\ncluster: {raftMultiplier: 11}":                              "cluster.raftMultiplier",
 	} {
 		_, err := Parse([]byte(text))
 		if !errors.Is(err, ErrInvalid) || !strings.Contains(err.Error(), part) {
@@ -109,31 +100,12 @@ func TestStashLimit(t *testing.T) {
 	}
 }
 
-func TestVirtualFunctions(t *testing.T) {
-	c, err := Parse([]byte("version: 1\nnetwork: {vfs: [{interface: ens1f0, count: 4, set: [{vf: 0, mac: '02:00:00:00:00:01', vlan: 10, maxRate: 1000}, {vf: 3, spoofCheck: false, linkState: disable}]}]}"))
-	want := Network{VFs: []NetworkVFs{{Interface: "ens1f0", Count: 4, Set: []NetworkVF{
-		{VF: 0, Change: network.Change{MAC: "02:00:00:00:00:01", VLAN: new(10), MaxRate: new(1000)}},
-		{VF: 3, Change: network.Change{SpoofCheck: new(false), LinkState: "disable"}},
-	}}}}
-	if d := cmp.Diff(want, c.Network); d != "" || err != nil {
-		t.Fatalf("%v\n%s", err, d)
-	}
-	text, err := c.Dump()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if again, err := Parse(text); err != nil || !cmp.Equal(c, again) {
-		t.Errorf("%v\n%s", err, text)
-	}
-}
-
 func FuzzParse(f *testing.F) {
 	example, err := os.ReadFile("../../packaging/hostd.yaml")
 	if err != nil {
 		f.Fatal(err)
 	}
 	f.Add(example)
-	f.Add([]byte("version: 1\nnetwork: {vfs: [{interface: e, count: 2, set: [{vf: 1, vlan: 7, trust: true}]}]}"))
 	f.Add([]byte("version: 1\ngpus: [{id: a, library: b, devices: [0, 3]}]"))
 	f.Fuzz(func(t *testing.T, data []byte) {
 		c, err := Parse(data)

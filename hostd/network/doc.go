@@ -1,11 +1,10 @@
-// Package network reads the network interfaces that migrations use, configures the
-// virtual functions of network cards, and limits the bandwidth of a migration. No other
-// package changes the network. Package inventory reads interfaces through
-// hostd/inventory/hostinfo.
+// Package network reads the network interfaces of this host and limits the bandwidth of a
+// migration. No other package changes the network. Package inventory reads interfaces
+// through hostd/inventory/hostinfo.
 //
 // It talks to the kernel by netlink, in the network namespace of the thread that called
 // Open. It reads speeds from sysfs, below the root that is passed to Open. Each answer of
-// the kernel has a deadline. Each setting is read back after it was made.
+// the kernel has a deadline.
 //
 // # Bandwidth
 //

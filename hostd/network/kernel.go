@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"net"
 	"net/netip"
 	"sync"
@@ -13,18 +14,13 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gpuctl/gpuctl/internal/reason"
-	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 )
 
 // Errors of this package.
 var (
-	ErrNoLink   = reason.New(reason.NotFound, "no such network interface")
-	ErrBusy     = errors.New("the interface's traffic is somebody else's to control")
-	ErrReadBack = errors.New("the kernel took the setting and shows another")
-	ErrNoVF     = reason.New(reason.NotFound, "no such virtual function")
-	ErrGone     = errors.New("the limit is not there any more")
-	ErrInvalid  = reason.New(reason.Invalid, "invalid")
-	ErrInUse    = reason.New(reason.FunctionsInUse, "refused")
+	ErrNoLink = reason.New(reason.NotFound, "no such network interface")
+	ErrBusy   = errors.New("the interface's traffic is somebody else's to control")
+	ErrGone   = errors.New("the limit is not there any more")
 )
 
 const (
@@ -36,15 +32,7 @@ const (
 type kernel interface {
 	LinkByName(name string) (netlink.Link, error)
 	LinkList() ([]netlink.Link, error)
-	AddrList(link netlink.Link, family int) ([]netlink.Addr, error)
-
-	LinkSetVfHardwareAddr(link netlink.Link, vf int, mac net.HardwareAddr) error
-	LinkSetVfVlanQos(link netlink.Link, vf, vlan, qos int) error
-	LinkSetVfRate(link netlink.Link, vf, minRate, maxRate int) error
-	LinkSetVfSpoofchk(link netlink.Link, vf int, check bool) error
-	LinkSetVfTrust(link netlink.Link, vf int, state bool) error
 	RouteGet(destination net.IP) ([]netlink.Route, error)
-	LinkSetVfState(link netlink.Link, vf int, state uint32) error
 
 	QdiscList(link netlink.Link) ([]netlink.Qdisc, error)
 	QdiscAdd(qdisc netlink.Qdisc) error
@@ -61,13 +49,11 @@ var _ kernel = (*netlink.Handle)(nil)
 
 // Host is the network of this host.
 type Host struct {
-	root sysfs.Root
+	root fs.FS
 	k    kernel
 	end  func()
 
-	mu     sync.Mutex // held while queueing disciplines are changed
-	sizing sync.Mutex // held while the number of virtual functions is changed
-	vfs    sync.Mutex // held while settings of virtual functions are changed
+	mu sync.Mutex // held while queueing disciplines are changed
 
 	flowing sync.Mutex
 	flows   map[netip.Addr]*shared
@@ -75,7 +61,7 @@ type Host struct {
 
 // Open connects to the kernel by netlink, in the network namespace of the calling thread.
 // root contains sysfs.
-func Open(root sysfs.Root) (*Host, error) {
+func Open(root fs.FS) (*Host, error) {
 	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
 		return nil, fmt.Errorf("netlink: %w", err)

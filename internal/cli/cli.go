@@ -105,7 +105,7 @@ listed; 4 nobody answers, or the cluster has no leader.`,
 		a.clusterCommand(), a.getCommand(), a.eventsCommand(), a.topCommand(), a.drainCommand(), a.undrainCommand(),
 		a.cordonCommand(), a.uncordonCommand(), a.labelCommand(), a.rankCommand(), a.claimCommand(), a.planCommand(),
 		a.cardsCommand(), a.machinesCommand(), a.attachCommand(), a.detachCommand(), a.resetCommand(), a.resizeCommand(),
-		a.nicsCommand(), a.nicCommand(), a.hookCommand(), a.hostCommand(),
+		a.nicsCommand(), a.hookCommand(), a.hostCommand(),
 	)
 	return root
 }

@@ -102,7 +102,7 @@ func TestAdviceIsGivenOnce(t *testing.T) {
 		{reason.Errorf(reason.RoleTooLow, "a viewer may not").Do("ask ada"), "a viewer may not; ask ada", cmdutil.Failed},
 		{reason.Errorf(reason.RoleTooLow, "the token of gpuctl is a viewer's: run it elsewhere"), "the token of gpuctl is a viewer's: run it elsewhere; an administrator can give you a token: gpuctl cluster token create --role ROLE", cmdutil.Failed},
 		{reason.Errorf(reason.Stale, "other"), "other; it changed in the meantime: look again, then repeat", cmdutil.Failed},
-		{reason.Errorf(reason.FunctionsInUse, "eth0 has addresses"), "eth0 has addresses", cmdutil.Refused},
+		{reason.Errorf(reason.Busy, "a swap is under way"), "a swap is under way", cmdutil.Refused},
 		{reason.Errorf(reason.Internal, "refused: it says"), "it says", cmdutil.Failed},
 		{reason.Errorf(reason.HostDown, "host h2 is down").On("host", "h2").Do("wait"), "host h2 is down; wait", exitUnavailable},
 	} {

@@ -153,13 +153,9 @@ func furnish(c *clitest.Cluster, m *clitest.Machines) {
 		m.AddMachine(vm)
 	}
 	m.AddNIC("h1", &gpuctlv1.NIC{
-		Name: "ens1f0", Kind: "device", Address: "0000:3b:00.0", Driver: "ixgbe", Mtu: 9000, Speed: 10_000_000_000, Up: true, Carrier: true, Sriov: true, FunctionsMost: 63,
-		Hosts: []string{"h2", "h3"}, Functions: []*gpuctlv1.NetworkFunction{
-			{Index: 0, Address: "0000:3b:10.0", Driver: "ixgbevf", Interface: "ens1f0v0", Mac: "02:00:00:00:00:01", SpoofCheck: true, LinkState: "auto"},
-			{Index: 1, Address: "0000:3b:10.2", Driver: "vfio-pci", Mac: "02:00:00:00:00:02", Vlan: 10, Qos: 3, MinRate: 100, MaxRate: 2500, LinkState: "auto", Machine: "u-web", MachineName: "web", InUse: "VM web has it: stop it, or detach its interface with virsh"},
-		},
+		Name: "ens1f0", Kind: "device", Address: "0000:3b:00.0", Driver: "ixgbe", Mtu: 9000, Speed: 10_000_000_000, Up: true, Carrier: true, Hosts: []string{"h2", "h3"},
 	})
-	m.AddNIC("h1", &gpuctlv1.NIC{Name: "ens1f1", Kind: "device", Address: "0000:3b:00.1", Driver: "ixgbe", Mtu: 1500, Up: true, Sriov: true, FunctionsMost: 63, Problems: []string{"ens1f1 has no carrier: look at its cable and switch port"}})
+	m.AddNIC("h1", &gpuctlv1.NIC{Name: "ens1f1", Kind: "device", Address: "0000:3b:00.1", Driver: "ixgbe", Mtu: 1500, Up: true, Problems: []string{"ens1f1 has no carrier: look at its cable and switch port"}})
 	m.AddNIC("h1", &gpuctlv1.NIC{Name: "eno1", Kind: "device", Address: "0000:01:00.0", Driver: "tg3", Mtu: 1500, Speed: 1_000_000_000, Up: true, Carrier: true})
 	c.Put(&clusterv1.Migration{
 		Id: "swap-1", Verb: "upgrade", Object: "h1/3f2a", From: "h1/small", To: "h1/big", State: clusterv1.MigrationState_MIGRATION_STATE_DONE, StartedUnixMs: time.Now().Add(-time.Hour).UnixMilli(),

@@ -34,7 +34,6 @@ const (
 
 	Refused            Code = "REFUSED"
 	Busy               Code = "BUSY"
-	FunctionsInUse     Code = "FUNCTIONS_IN_USE"
 	NotJoined          Code = "NOT_JOINED"
 	NotInCluster       Code = "NOT_IN_CLUSTER"
 	HasCluster         Code = "HAS_CLUSTER"
@@ -116,7 +115,6 @@ func Table() []Entry {
 
 		{Refused, connect.CodeFailedPrecondition, refused, false, "", "something is against it, which the message names; nothing was touched"},
 		{Busy, connect.CodeFailedPrecondition, refused, false, "", "something else is under way with the object, or has just changed it"},
-		{FunctionsInUse, connect.CodeFailedPrecondition, refused, false, "", "virtual functions of a network card, or its interface, are used"},
 		{NotJoined, connect.CodeFailedPrecondition, failed, false, "make a cluster with gpuctl cluster init, or enter one with gpuctl cluster join TOKEN", "the host is in no cluster"},
 		{NotInCluster, connect.CodeFailedPrecondition, failed, false, "make a cluster with gpuctl cluster init, or enter one with gpuctl cluster join TOKEN", "the host's log is of no cluster: it has not joined, or was removed"},
 		{HasCluster, connect.CodeFailedPrecondition, refused, false, "", "the host has state of a cluster already"},

@@ -2218,8 +2218,7 @@ func (x *PlannedStep) GetUndo() string {
 	return ""
 }
 
-// NIC is a network interface of a host. Fields about virtual functions are set
-// for physical interfaces only.
+// NIC is a network interface of a host.
 type NIC struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
@@ -2230,12 +2229,9 @@ type NIC struct {
 	Speed         uint64                 `protobuf:"varint,6,opt,name=speed,proto3" json:"speed,omitempty"` // bits per second, the sum of the physical interfaces that carry it; 0: unknown
 	Up            bool                   `protobuf:"varint,7,opt,name=up,proto3" json:"up,omitempty"`       // the operator has set it up (IFF_UP)
 	Carrier       bool                   `protobuf:"varint,8,opt,name=carrier,proto3" json:"carrier,omitempty"`
-	Problems      []string               `protobuf:"bytes,9,rep,name=problems,proto3" json:"problems,omitempty"`                                  // in words; empty: no problems
-	Physical      []string               `protobuf:"bytes,10,rep,name=physical,proto3" json:"physical,omitempty"`                                 // physical interfaces that carry it
-	Hosts         []string               `protobuf:"bytes,11,rep,name=hosts,proto3" json:"hosts,omitempty"`                                       // hosts to which VMs are sent through it
-	Sriov         bool                   `protobuf:"varint,12,opt,name=sriov,proto3" json:"sriov,omitempty"`                                      // it can have virtual functions
-	FunctionsMost uint32                 `protobuf:"varint,13,opt,name=functions_most,json=functionsMost,proto3" json:"functions_most,omitempty"` // highest number of virtual functions; 0: the driver does not report it
-	Functions     []*NetworkFunction     `protobuf:"bytes,14,rep,name=functions,proto3" json:"functions,omitempty"`
+	Problems      []string               `protobuf:"bytes,9,rep,name=problems,proto3" json:"problems,omitempty"`  // in words; empty: no problems
+	Physical      []string               `protobuf:"bytes,10,rep,name=physical,proto3" json:"physical,omitempty"` // physical interfaces that carry it
+	Hosts         []string               `protobuf:"bytes,11,rep,name=hosts,proto3" json:"hosts,omitempty"`       // hosts to which VMs are sent through it
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2347,184 +2343,6 @@ func (x *NIC) GetHosts() []string {
 	return nil
 }
 
-func (x *NIC) GetSriov() bool {
-	if x != nil {
-		return x.Sriov
-	}
-	return false
-}
-
-func (x *NIC) GetFunctionsMost() uint32 {
-	if x != nil {
-		return x.FunctionsMost
-	}
-	return 0
-}
-
-func (x *NIC) GetFunctions() []*NetworkFunction {
-	if x != nil {
-		return x.Functions
-	}
-	return nil
-}
-
-// NetworkFunction is a virtual function of a network card.
-type NetworkFunction struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Index         uint32                 `protobuf:"varint,1,opt,name=index,proto3" json:"index,omitempty"`
-	Address       string                 `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"`     // 0000:65:02.0; empty: unknown
-	Driver        string                 `protobuf:"bytes,3,opt,name=driver,proto3" json:"driver,omitempty"`       // bound driver; empty: none
-	Interface     string                 `protobuf:"bytes,4,opt,name=interface,proto3" json:"interface,omitempty"` // its interface on the host; empty: none
-	Mac           string                 `protobuf:"bytes,5,opt,name=mac,proto3" json:"mac,omitempty"`
-	Vlan          uint32                 `protobuf:"varint,6,opt,name=vlan,proto3" json:"vlan,omitempty"`                      // 0: none
-	Qos           uint32                 `protobuf:"varint,7,opt,name=qos,proto3" json:"qos,omitempty"`                        // priority of the VLAN's frames
-	MinRate       uint32                 `protobuf:"varint,8,opt,name=min_rate,json=minRate,proto3" json:"min_rate,omitempty"` // Mbit/s; 0: no guaranteed rate
-	MaxRate       uint32                 `protobuf:"varint,9,opt,name=max_rate,json=maxRate,proto3" json:"max_rate,omitempty"` // Mbit/s; 0: no limit
-	SpoofCheck    bool                   `protobuf:"varint,10,opt,name=spoof_check,json=spoofCheck,proto3" json:"spoof_check,omitempty"`
-	Trust         bool                   `protobuf:"varint,11,opt,name=trust,proto3" json:"trust,omitempty"`
-	LinkState     string                 `protobuf:"bytes,12,opt,name=link_state,json=linkState,proto3" json:"link_state,omitempty"` // auto, enable or disable
-	Machine       string                 `protobuf:"bytes,13,opt,name=machine,proto3" json:"machine,omitempty"`                      // UUID of the VM that has it
-	MachineName   string                 `protobuf:"bytes,14,opt,name=machine_name,json=machineName,proto3" json:"machine_name,omitempty"`
-	InUse         string                 `protobuf:"bytes,15,opt,name=in_use,json=inUse,proto3" json:"in_use,omitempty"` // why it must not be removed, in words; empty: it may be
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *NetworkFunction) Reset() {
-	*x = NetworkFunction{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[26]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *NetworkFunction) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*NetworkFunction) ProtoMessage() {}
-
-func (x *NetworkFunction) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[26]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use NetworkFunction.ProtoReflect.Descriptor instead.
-func (*NetworkFunction) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{26}
-}
-
-func (x *NetworkFunction) GetIndex() uint32 {
-	if x != nil {
-		return x.Index
-	}
-	return 0
-}
-
-func (x *NetworkFunction) GetAddress() string {
-	if x != nil {
-		return x.Address
-	}
-	return ""
-}
-
-func (x *NetworkFunction) GetDriver() string {
-	if x != nil {
-		return x.Driver
-	}
-	return ""
-}
-
-func (x *NetworkFunction) GetInterface() string {
-	if x != nil {
-		return x.Interface
-	}
-	return ""
-}
-
-func (x *NetworkFunction) GetMac() string {
-	if x != nil {
-		return x.Mac
-	}
-	return ""
-}
-
-func (x *NetworkFunction) GetVlan() uint32 {
-	if x != nil {
-		return x.Vlan
-	}
-	return 0
-}
-
-func (x *NetworkFunction) GetQos() uint32 {
-	if x != nil {
-		return x.Qos
-	}
-	return 0
-}
-
-func (x *NetworkFunction) GetMinRate() uint32 {
-	if x != nil {
-		return x.MinRate
-	}
-	return 0
-}
-
-func (x *NetworkFunction) GetMaxRate() uint32 {
-	if x != nil {
-		return x.MaxRate
-	}
-	return 0
-}
-
-func (x *NetworkFunction) GetSpoofCheck() bool {
-	if x != nil {
-		return x.SpoofCheck
-	}
-	return false
-}
-
-func (x *NetworkFunction) GetTrust() bool {
-	if x != nil {
-		return x.Trust
-	}
-	return false
-}
-
-func (x *NetworkFunction) GetLinkState() string {
-	if x != nil {
-		return x.LinkState
-	}
-	return ""
-}
-
-func (x *NetworkFunction) GetMachine() string {
-	if x != nil {
-		return x.Machine
-	}
-	return ""
-}
-
-func (x *NetworkFunction) GetMachineName() string {
-	if x != nil {
-		return x.MachineName
-	}
-	return ""
-}
-
-func (x *NetworkFunction) GetInUse() string {
-	if x != nil {
-		return x.InUse
-	}
-	return ""
-}
-
 type ListNICsRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
@@ -2534,7 +2352,7 @@ type ListNICsRequest struct {
 
 func (x *ListNICsRequest) Reset() {
 	*x = ListNICsRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[27]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2546,7 +2364,7 @@ func (x *ListNICsRequest) String() string {
 func (*ListNICsRequest) ProtoMessage() {}
 
 func (x *ListNICsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[27]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2559,7 +2377,7 @@ func (x *ListNICsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListNICsRequest.ProtoReflect.Descriptor instead.
 func (*ListNICsRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{27}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *ListNICsRequest) GetHost() string {
@@ -2579,7 +2397,7 @@ type ListNICsResponse struct {
 
 func (x *ListNICsResponse) Reset() {
 	*x = ListNICsResponse{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[28]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2591,7 +2409,7 @@ func (x *ListNICsResponse) String() string {
 func (*ListNICsResponse) ProtoMessage() {}
 
 func (x *ListNICsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[28]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2604,7 +2422,7 @@ func (x *ListNICsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListNICsResponse.ProtoReflect.Descriptor instead.
 func (*ListNICsResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{28}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ListNICsResponse) GetHost() string {
@@ -2617,267 +2435,6 @@ func (x *ListNICsResponse) GetHost() string {
 func (x *ListNICsResponse) GetNics() []*NIC {
 	if x != nil {
 		return x.Nics
-	}
-	return nil
-}
-
-type ResizeNICRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
-	Nic           string                 `protobuf:"bytes,2,opt,name=nic,proto3" json:"nic,omitempty"`
-	Functions     uint32                 `protobuf:"varint,3,opt,name=functions,proto3" json:"functions,omitempty"`
-	Plan          bool                   `protobuf:"varint,4,opt,name=plan,proto3" json:"plan,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *ResizeNICRequest) Reset() {
-	*x = ResizeNICRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[29]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *ResizeNICRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*ResizeNICRequest) ProtoMessage() {}
-
-func (x *ResizeNICRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[29]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use ResizeNICRequest.ProtoReflect.Descriptor instead.
-func (*ResizeNICRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{29}
-}
-
-func (x *ResizeNICRequest) GetHost() string {
-	if x != nil {
-		return x.Host
-	}
-	return ""
-}
-
-func (x *ResizeNICRequest) GetNic() string {
-	if x != nil {
-		return x.Nic
-	}
-	return ""
-}
-
-func (x *ResizeNICRequest) GetFunctions() uint32 {
-	if x != nil {
-		return x.Functions
-	}
-	return 0
-}
-
-func (x *ResizeNICRequest) GetPlan() bool {
-	if x != nil {
-		return x.Plan
-	}
-	return false
-}
-
-// SetVFRequest changes the settings that are set in it. The others stay.
-type SetVFRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
-	Nic           string                 `protobuf:"bytes,2,opt,name=nic,proto3" json:"nic,omitempty"`
-	Function      uint32                 `protobuf:"varint,3,opt,name=function,proto3" json:"function,omitempty"` // its index
-	Mac           *string                `protobuf:"bytes,4,opt,name=mac,proto3,oneof" json:"mac,omitempty"`
-	Vlan          *uint32                `protobuf:"varint,5,opt,name=vlan,proto3,oneof" json:"vlan,omitempty"`
-	Qos           *uint32                `protobuf:"varint,6,opt,name=qos,proto3,oneof" json:"qos,omitempty"`
-	MinRate       *uint32                `protobuf:"varint,7,opt,name=min_rate,json=minRate,proto3,oneof" json:"min_rate,omitempty"`
-	MaxRate       *uint32                `protobuf:"varint,8,opt,name=max_rate,json=maxRate,proto3,oneof" json:"max_rate,omitempty"`
-	SpoofCheck    *bool                  `protobuf:"varint,9,opt,name=spoof_check,json=spoofCheck,proto3,oneof" json:"spoof_check,omitempty"`
-	Trust         *bool                  `protobuf:"varint,10,opt,name=trust,proto3,oneof" json:"trust,omitempty"`
-	LinkState     *string                `protobuf:"bytes,11,opt,name=link_state,json=linkState,proto3,oneof" json:"link_state,omitempty"`
-	Plan          bool                   `protobuf:"varint,12,opt,name=plan,proto3" json:"plan,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *SetVFRequest) Reset() {
-	*x = SetVFRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[30]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *SetVFRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*SetVFRequest) ProtoMessage() {}
-
-func (x *SetVFRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[30]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use SetVFRequest.ProtoReflect.Descriptor instead.
-func (*SetVFRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{30}
-}
-
-func (x *SetVFRequest) GetHost() string {
-	if x != nil {
-		return x.Host
-	}
-	return ""
-}
-
-func (x *SetVFRequest) GetNic() string {
-	if x != nil {
-		return x.Nic
-	}
-	return ""
-}
-
-func (x *SetVFRequest) GetFunction() uint32 {
-	if x != nil {
-		return x.Function
-	}
-	return 0
-}
-
-func (x *SetVFRequest) GetMac() string {
-	if x != nil && x.Mac != nil {
-		return *x.Mac
-	}
-	return ""
-}
-
-func (x *SetVFRequest) GetVlan() uint32 {
-	if x != nil && x.Vlan != nil {
-		return *x.Vlan
-	}
-	return 0
-}
-
-func (x *SetVFRequest) GetQos() uint32 {
-	if x != nil && x.Qos != nil {
-		return *x.Qos
-	}
-	return 0
-}
-
-func (x *SetVFRequest) GetMinRate() uint32 {
-	if x != nil && x.MinRate != nil {
-		return *x.MinRate
-	}
-	return 0
-}
-
-func (x *SetVFRequest) GetMaxRate() uint32 {
-	if x != nil && x.MaxRate != nil {
-		return *x.MaxRate
-	}
-	return 0
-}
-
-func (x *SetVFRequest) GetSpoofCheck() bool {
-	if x != nil && x.SpoofCheck != nil {
-		return *x.SpoofCheck
-	}
-	return false
-}
-
-func (x *SetVFRequest) GetTrust() bool {
-	if x != nil && x.Trust != nil {
-		return *x.Trust
-	}
-	return false
-}
-
-func (x *SetVFRequest) GetLinkState() string {
-	if x != nil && x.LinkState != nil {
-		return *x.LinkState
-	}
-	return ""
-}
-
-func (x *SetVFRequest) GetPlan() bool {
-	if x != nil {
-		return x.Plan
-	}
-	return false
-}
-
-type ChangeNICResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Nic           *NIC                   `protobuf:"bytes,1,opt,name=nic,proto3" json:"nic,omitempty"`         // after the change
-	Plan          []*PlannedStep         `protobuf:"bytes,2,rep,name=plan,proto3" json:"plan,omitempty"`       // for a plan: what would be done
-	Reasons       []*Reason              `protobuf:"bytes,3,rep,name=reasons,proto3" json:"reasons,omitempty"` // for a plan: why it cannot be done
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *ChangeNICResponse) Reset() {
-	*x = ChangeNICResponse{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[31]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *ChangeNICResponse) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*ChangeNICResponse) ProtoMessage() {}
-
-func (x *ChangeNICResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[31]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use ChangeNICResponse.ProtoReflect.Descriptor instead.
-func (*ChangeNICResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{31}
-}
-
-func (x *ChangeNICResponse) GetNic() *NIC {
-	if x != nil {
-		return x.Nic
-	}
-	return nil
-}
-
-func (x *ChangeNICResponse) GetPlan() []*PlannedStep {
-	if x != nil {
-		return x.Plan
-	}
-	return nil
-}
-
-func (x *ChangeNICResponse) GetReasons() []*Reason {
-	if x != nil {
-		return x.Reasons
 	}
 	return nil
 }
@@ -3089,7 +2646,7 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\vPlannedStep\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04what\x18\x02 \x01(\tR\x04what\x12\x12\n" +
-	"\x04undo\x18\x03 \x01(\tR\x04undo\"\xf6\x02\n" +
+	"\x04undo\x18\x03 \x01(\tR\x04undo\"\x85\x02\n" +
 	"\x03NIC\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04kind\x18\x02 \x01(\tR\x04kind\x12\x18\n" +
@@ -3102,67 +2659,12 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\bproblems\x18\t \x03(\tR\bproblems\x12\x1a\n" +
 	"\bphysical\x18\n" +
 	" \x03(\tR\bphysical\x12\x14\n" +
-	"\x05hosts\x18\v \x03(\tR\x05hosts\x12\x14\n" +
-	"\x05sriov\x18\f \x01(\bR\x05sriov\x12%\n" +
-	"\x0efunctions_most\x18\r \x01(\rR\rfunctionsMost\x128\n" +
-	"\tfunctions\x18\x0e \x03(\v2\x1a.gpuctl.v1.NetworkFunctionR\tfunctions\"\x8f\x03\n" +
-	"\x0fNetworkFunction\x12\x14\n" +
-	"\x05index\x18\x01 \x01(\rR\x05index\x12\x18\n" +
-	"\aaddress\x18\x02 \x01(\tR\aaddress\x12\x16\n" +
-	"\x06driver\x18\x03 \x01(\tR\x06driver\x12\x1c\n" +
-	"\tinterface\x18\x04 \x01(\tR\tinterface\x12\x10\n" +
-	"\x03mac\x18\x05 \x01(\tR\x03mac\x12\x12\n" +
-	"\x04vlan\x18\x06 \x01(\rR\x04vlan\x12\x10\n" +
-	"\x03qos\x18\a \x01(\rR\x03qos\x12\x19\n" +
-	"\bmin_rate\x18\b \x01(\rR\aminRate\x12\x19\n" +
-	"\bmax_rate\x18\t \x01(\rR\amaxRate\x12\x1f\n" +
-	"\vspoof_check\x18\n" +
-	" \x01(\bR\n" +
-	"spoofCheck\x12\x14\n" +
-	"\x05trust\x18\v \x01(\bR\x05trust\x12\x1d\n" +
-	"\n" +
-	"link_state\x18\f \x01(\tR\tlinkState\x12\x18\n" +
-	"\amachine\x18\r \x01(\tR\amachine\x12!\n" +
-	"\fmachine_name\x18\x0e \x01(\tR\vmachineName\x12\x15\n" +
-	"\x06in_use\x18\x0f \x01(\tR\x05inUse\"%\n" +
+	"\x05hosts\x18\v \x03(\tR\x05hostsJ\x04\b\f\x10\x0f\"%\n" +
 	"\x0fListNICsRequest\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\"J\n" +
 	"\x10ListNICsResponse\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12\"\n" +
-	"\x04nics\x18\x02 \x03(\v2\x0e.gpuctl.v1.NICR\x04nics\"j\n" +
-	"\x10ResizeNICRequest\x12\x12\n" +
-	"\x04host\x18\x01 \x01(\tR\x04host\x12\x10\n" +
-	"\x03nic\x18\x02 \x01(\tR\x03nic\x12\x1c\n" +
-	"\tfunctions\x18\x03 \x01(\rR\tfunctions\x12\x12\n" +
-	"\x04plan\x18\x04 \x01(\bR\x04plan\"\xac\x03\n" +
-	"\fSetVFRequest\x12\x12\n" +
-	"\x04host\x18\x01 \x01(\tR\x04host\x12\x10\n" +
-	"\x03nic\x18\x02 \x01(\tR\x03nic\x12\x1a\n" +
-	"\bfunction\x18\x03 \x01(\rR\bfunction\x12\x15\n" +
-	"\x03mac\x18\x04 \x01(\tH\x00R\x03mac\x88\x01\x01\x12\x17\n" +
-	"\x04vlan\x18\x05 \x01(\rH\x01R\x04vlan\x88\x01\x01\x12\x15\n" +
-	"\x03qos\x18\x06 \x01(\rH\x02R\x03qos\x88\x01\x01\x12\x1e\n" +
-	"\bmin_rate\x18\a \x01(\rH\x03R\aminRate\x88\x01\x01\x12\x1e\n" +
-	"\bmax_rate\x18\b \x01(\rH\x04R\amaxRate\x88\x01\x01\x12$\n" +
-	"\vspoof_check\x18\t \x01(\bH\x05R\n" +
-	"spoofCheck\x88\x01\x01\x12\x19\n" +
-	"\x05trust\x18\n" +
-	" \x01(\bH\x06R\x05trust\x88\x01\x01\x12\"\n" +
-	"\n" +
-	"link_state\x18\v \x01(\tH\aR\tlinkState\x88\x01\x01\x12\x12\n" +
-	"\x04plan\x18\f \x01(\bR\x04planB\x06\n" +
-	"\x04_macB\a\n" +
-	"\x05_vlanB\x06\n" +
-	"\x04_qosB\v\n" +
-	"\t_min_rateB\v\n" +
-	"\t_max_rateB\x0e\n" +
-	"\f_spoof_checkB\b\n" +
-	"\x06_trustB\r\n" +
-	"\v_link_state\"\x8e\x01\n" +
-	"\x11ChangeNICResponse\x12 \n" +
-	"\x03nic\x18\x01 \x01(\v2\x0e.gpuctl.v1.NICR\x03nic\x12*\n" +
-	"\x04plan\x18\x02 \x03(\v2\x16.gpuctl.v1.PlannedStepR\x04plan\x12+\n" +
-	"\areasons\x18\x03 \x03(\v2\x11.gpuctl.v1.ReasonR\areasons*\xb7\x02\n" +
+	"\x04nics\x18\x02 \x03(\v2\x0e.gpuctl.v1.NICR\x04nics*\xb7\x02\n" +
 	"\tCardPhase\x12\x1a\n" +
 	"\x16CARD_PHASE_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fCARD_PHASE_FREE\x10\x01\x12\x15\n" +
@@ -3176,7 +2678,7 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\x12CARD_PHASE_CUTTING\x10\v\x12\x17\n" +
 	"\x13CARD_PHASE_RESERVED\x10\n" +
 	"\x12\x1a\n" +
-	"\x16CARD_PHASE_QUARANTINED\x10\t2\xcd\a\n" +
+	"\x16CARD_PHASE_QUARANTINED\x10\t2\xc5\x06\n" +
 	"\rDeviceService\x12F\n" +
 	"\tListCards\x12\x1b.gpuctl.v1.ListCardsRequest\x1a\x1c.gpuctl.v1.ListCardsResponse\x12O\n" +
 	"\fListMachines\x12\x1e.gpuctl.v1.ListMachinesRequest\x1a\x1f.gpuctl.v1.ListMachinesResponse\x12F\n" +
@@ -3189,9 +2691,7 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\x05Serve\x12\x17.gpuctl.v1.ServeRequest\x1a\x17.gpuctl.v1.DeviceUpdate0\x01\x12A\n" +
 	"\bEndServe\x12\x1a.gpuctl.v1.EndServeRequest\x1a\x17.gpuctl.v1.DeviceUpdate0\x01\x12=\n" +
 	"\x06Resize\x12\x18.gpuctl.v1.ResizeRequest\x1a\x17.gpuctl.v1.DeviceUpdate0\x01\x12C\n" +
-	"\bListNICs\x12\x1a.gpuctl.v1.ListNICsRequest\x1a\x1b.gpuctl.v1.ListNICsResponse\x12F\n" +
-	"\tResizeNIC\x12\x1b.gpuctl.v1.ResizeNICRequest\x1a\x1c.gpuctl.v1.ChangeNICResponse\x12>\n" +
-	"\x05SetVF\x12\x17.gpuctl.v1.SetVFRequest\x1a\x1c.gpuctl.v1.ChangeNICResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
+	"\bListNICs\x12\x1a.gpuctl.v1.ListNICsRequest\x1a\x1b.gpuctl.v1.ListNICsResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
 
 var (
 	file_gpuctl_v1_device_proto_rawDescOnce sync.Once
@@ -3206,7 +2706,7 @@ func file_gpuctl_v1_device_proto_rawDescGZIP() []byte {
 }
 
 var file_gpuctl_v1_device_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_gpuctl_v1_device_proto_msgTypes = make([]protoimpl.MessageInfo, 32)
+var file_gpuctl_v1_device_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
 var file_gpuctl_v1_device_proto_goTypes = []any{
 	(CardPhase)(0),               // 0: gpuctl.v1.CardPhase
 	(*Function)(nil),             // 1: gpuctl.v1.Function
@@ -3235,13 +2735,9 @@ var file_gpuctl_v1_device_proto_goTypes = []any{
 	(*DeviceUpdate)(nil),         // 24: gpuctl.v1.DeviceUpdate
 	(*PlannedStep)(nil),          // 25: gpuctl.v1.PlannedStep
 	(*NIC)(nil),                  // 26: gpuctl.v1.NIC
-	(*NetworkFunction)(nil),      // 27: gpuctl.v1.NetworkFunction
-	(*ListNICsRequest)(nil),      // 28: gpuctl.v1.ListNICsRequest
-	(*ListNICsResponse)(nil),     // 29: gpuctl.v1.ListNICsResponse
-	(*ResizeNICRequest)(nil),     // 30: gpuctl.v1.ResizeNICRequest
-	(*SetVFRequest)(nil),         // 31: gpuctl.v1.SetVFRequest
-	(*ChangeNICResponse)(nil),    // 32: gpuctl.v1.ChangeNICResponse
-	(*Reason)(nil),               // 33: gpuctl.v1.Reason
+	(*ListNICsRequest)(nil),      // 27: gpuctl.v1.ListNICsRequest
+	(*ListNICsResponse)(nil),     // 28: gpuctl.v1.ListNICsResponse
+	(*Reason)(nil),               // 29: gpuctl.v1.Reason
 }
 var file_gpuctl_v1_device_proto_depIdxs = []int32{
 	1,  // 0: gpuctl.v1.Card.functions:type_name -> gpuctl.v1.Function
@@ -3257,45 +2753,37 @@ var file_gpuctl_v1_device_proto_depIdxs = []int32{
 	15, // 10: gpuctl.v1.IsolationResponse.findings:type_name -> gpuctl.v1.IsolationFinding
 	2,  // 11: gpuctl.v1.DeviceUpdate.card:type_name -> gpuctl.v1.Card
 	25, // 12: gpuctl.v1.DeviceUpdate.plan:type_name -> gpuctl.v1.PlannedStep
-	33, // 13: gpuctl.v1.DeviceUpdate.reasons:type_name -> gpuctl.v1.Reason
-	27, // 14: gpuctl.v1.NIC.functions:type_name -> gpuctl.v1.NetworkFunction
-	26, // 15: gpuctl.v1.ListNICsResponse.nics:type_name -> gpuctl.v1.NIC
-	26, // 16: gpuctl.v1.ChangeNICResponse.nic:type_name -> gpuctl.v1.NIC
-	25, // 17: gpuctl.v1.ChangeNICResponse.plan:type_name -> gpuctl.v1.PlannedStep
-	33, // 18: gpuctl.v1.ChangeNICResponse.reasons:type_name -> gpuctl.v1.Reason
-	6,  // 19: gpuctl.v1.DeviceService.ListCards:input_type -> gpuctl.v1.ListCardsRequest
-	11, // 20: gpuctl.v1.DeviceService.ListMachines:input_type -> gpuctl.v1.ListMachinesRequest
-	13, // 21: gpuctl.v1.DeviceService.Isolation:input_type -> gpuctl.v1.IsolationRequest
-	16, // 22: gpuctl.v1.DeviceService.Attach:input_type -> gpuctl.v1.AttachRequest
-	17, // 23: gpuctl.v1.DeviceService.Detach:input_type -> gpuctl.v1.DetachRequest
-	22, // 24: gpuctl.v1.DeviceService.Reset:input_type -> gpuctl.v1.ResetRequest
-	18, // 25: gpuctl.v1.DeviceService.AttachRemote:input_type -> gpuctl.v1.AttachRemoteRequest
-	19, // 26: gpuctl.v1.DeviceService.DetachRemote:input_type -> gpuctl.v1.DetachRemoteRequest
-	20, // 27: gpuctl.v1.DeviceService.Serve:input_type -> gpuctl.v1.ServeRequest
-	21, // 28: gpuctl.v1.DeviceService.EndServe:input_type -> gpuctl.v1.EndServeRequest
-	23, // 29: gpuctl.v1.DeviceService.Resize:input_type -> gpuctl.v1.ResizeRequest
-	28, // 30: gpuctl.v1.DeviceService.ListNICs:input_type -> gpuctl.v1.ListNICsRequest
-	30, // 31: gpuctl.v1.DeviceService.ResizeNIC:input_type -> gpuctl.v1.ResizeNICRequest
-	31, // 32: gpuctl.v1.DeviceService.SetVF:input_type -> gpuctl.v1.SetVFRequest
-	7,  // 33: gpuctl.v1.DeviceService.ListCards:output_type -> gpuctl.v1.ListCardsResponse
-	12, // 34: gpuctl.v1.DeviceService.ListMachines:output_type -> gpuctl.v1.ListMachinesResponse
-	14, // 35: gpuctl.v1.DeviceService.Isolation:output_type -> gpuctl.v1.IsolationResponse
-	24, // 36: gpuctl.v1.DeviceService.Attach:output_type -> gpuctl.v1.DeviceUpdate
-	24, // 37: gpuctl.v1.DeviceService.Detach:output_type -> gpuctl.v1.DeviceUpdate
-	24, // 38: gpuctl.v1.DeviceService.Reset:output_type -> gpuctl.v1.DeviceUpdate
-	24, // 39: gpuctl.v1.DeviceService.AttachRemote:output_type -> gpuctl.v1.DeviceUpdate
-	24, // 40: gpuctl.v1.DeviceService.DetachRemote:output_type -> gpuctl.v1.DeviceUpdate
-	24, // 41: gpuctl.v1.DeviceService.Serve:output_type -> gpuctl.v1.DeviceUpdate
-	24, // 42: gpuctl.v1.DeviceService.EndServe:output_type -> gpuctl.v1.DeviceUpdate
-	24, // 43: gpuctl.v1.DeviceService.Resize:output_type -> gpuctl.v1.DeviceUpdate
-	29, // 44: gpuctl.v1.DeviceService.ListNICs:output_type -> gpuctl.v1.ListNICsResponse
-	32, // 45: gpuctl.v1.DeviceService.ResizeNIC:output_type -> gpuctl.v1.ChangeNICResponse
-	32, // 46: gpuctl.v1.DeviceService.SetVF:output_type -> gpuctl.v1.ChangeNICResponse
-	33, // [33:47] is the sub-list for method output_type
-	19, // [19:33] is the sub-list for method input_type
-	19, // [19:19] is the sub-list for extension type_name
-	19, // [19:19] is the sub-list for extension extendee
-	0,  // [0:19] is the sub-list for field type_name
+	29, // 13: gpuctl.v1.DeviceUpdate.reasons:type_name -> gpuctl.v1.Reason
+	26, // 14: gpuctl.v1.ListNICsResponse.nics:type_name -> gpuctl.v1.NIC
+	6,  // 15: gpuctl.v1.DeviceService.ListCards:input_type -> gpuctl.v1.ListCardsRequest
+	11, // 16: gpuctl.v1.DeviceService.ListMachines:input_type -> gpuctl.v1.ListMachinesRequest
+	13, // 17: gpuctl.v1.DeviceService.Isolation:input_type -> gpuctl.v1.IsolationRequest
+	16, // 18: gpuctl.v1.DeviceService.Attach:input_type -> gpuctl.v1.AttachRequest
+	17, // 19: gpuctl.v1.DeviceService.Detach:input_type -> gpuctl.v1.DetachRequest
+	22, // 20: gpuctl.v1.DeviceService.Reset:input_type -> gpuctl.v1.ResetRequest
+	18, // 21: gpuctl.v1.DeviceService.AttachRemote:input_type -> gpuctl.v1.AttachRemoteRequest
+	19, // 22: gpuctl.v1.DeviceService.DetachRemote:input_type -> gpuctl.v1.DetachRemoteRequest
+	20, // 23: gpuctl.v1.DeviceService.Serve:input_type -> gpuctl.v1.ServeRequest
+	21, // 24: gpuctl.v1.DeviceService.EndServe:input_type -> gpuctl.v1.EndServeRequest
+	23, // 25: gpuctl.v1.DeviceService.Resize:input_type -> gpuctl.v1.ResizeRequest
+	27, // 26: gpuctl.v1.DeviceService.ListNICs:input_type -> gpuctl.v1.ListNICsRequest
+	7,  // 27: gpuctl.v1.DeviceService.ListCards:output_type -> gpuctl.v1.ListCardsResponse
+	12, // 28: gpuctl.v1.DeviceService.ListMachines:output_type -> gpuctl.v1.ListMachinesResponse
+	14, // 29: gpuctl.v1.DeviceService.Isolation:output_type -> gpuctl.v1.IsolationResponse
+	24, // 30: gpuctl.v1.DeviceService.Attach:output_type -> gpuctl.v1.DeviceUpdate
+	24, // 31: gpuctl.v1.DeviceService.Detach:output_type -> gpuctl.v1.DeviceUpdate
+	24, // 32: gpuctl.v1.DeviceService.Reset:output_type -> gpuctl.v1.DeviceUpdate
+	24, // 33: gpuctl.v1.DeviceService.AttachRemote:output_type -> gpuctl.v1.DeviceUpdate
+	24, // 34: gpuctl.v1.DeviceService.DetachRemote:output_type -> gpuctl.v1.DeviceUpdate
+	24, // 35: gpuctl.v1.DeviceService.Serve:output_type -> gpuctl.v1.DeviceUpdate
+	24, // 36: gpuctl.v1.DeviceService.EndServe:output_type -> gpuctl.v1.DeviceUpdate
+	24, // 37: gpuctl.v1.DeviceService.Resize:output_type -> gpuctl.v1.DeviceUpdate
+	28, // 38: gpuctl.v1.DeviceService.ListNICs:output_type -> gpuctl.v1.ListNICsResponse
+	27, // [27:39] is the sub-list for method output_type
+	15, // [15:27] is the sub-list for method input_type
+	15, // [15:15] is the sub-list for extension type_name
+	15, // [15:15] is the sub-list for extension extendee
+	0,  // [0:15] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_device_proto_init() }
@@ -3304,14 +2792,13 @@ func file_gpuctl_v1_device_proto_init() {
 		return
 	}
 	file_gpuctl_v1_types_proto_init()
-	file_gpuctl_v1_device_proto_msgTypes[30].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_device_proto_rawDesc), len(file_gpuctl_v1_device_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   32,
+			NumMessages:   28,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -47,13 +47,6 @@ type Service interface {
 	Of(uuid string) *gpuctlv1.Service
 }
 
-// NICs manages the network cards of this host.
-type NICs interface {
-	List(ctx context.Context) ([]*gpuctlv1.NIC, error)
-	Resize(ctx context.Context, r *gpuctlv1.ResizeNICRequest) (*gpuctlv1.ChangeNICResponse, error)
-	Set(ctx context.Context, r *gpuctlv1.SetVFRequest) (*gpuctlv1.ChangeNICResponse, error)
-}
-
 // Cluster connects to other hosts.
 type Cluster interface {
 	HostName() string
@@ -69,15 +62,15 @@ type API struct {
 	Service Service
 
 	keeper  Keeper
-	nics    NICs
+	nics    *NICs
 	cluster Cluster
 	log     *slog.Logger
 }
 
 var _ gpuctlv1connect.DeviceServiceHandler = (*API)(nil)
 
-// New returns the API of this host's cards and network cards.
-func New(k Keeper, n NICs, c Cluster, log *slog.Logger) *API {
+// New returns the API of this host's cards and network interfaces.
+func New(k Keeper, n *NICs, c Cluster, log *slog.Logger) *API {
 	return &API{keeper: k, nics: n, cluster: c, log: log}
 }
 
@@ -405,37 +398,4 @@ func (a *API) ListNICs(ctx context.Context, req *connect.Request[gpuctlv1.ListNI
 		return nil, reason.Coded(err)
 	}
 	return connect.NewResponse(&gpuctlv1.ListNICsResponse{Host: a.cluster.HostName(), Nics: all}), nil
-}
-
-// ResizeNIC sets the number of a network card's virtual functions.
-func (a *API) ResizeNIC(ctx context.Context, req *connect.Request[gpuctlv1.ResizeNICRequest]) (*connect.Response[gpuctlv1.ChangeNICResponse], error) {
-	there, err := a.there(req.Msg.GetHost(), "")
-	if err != nil {
-		return nil, err
-	}
-	if there != nil {
-		return forward(ctx, req.Msg, there.ResizeNIC)
-	}
-	m, err := a.nics.Resize(ctx, req.Msg)
-	return answer(req.Msg.GetNic(), m, err)
-}
-
-// SetVF changes the settings of a network card's virtual function.
-func (a *API) SetVF(ctx context.Context, req *connect.Request[gpuctlv1.SetVFRequest]) (*connect.Response[gpuctlv1.ChangeNICResponse], error) {
-	there, err := a.there(req.Msg.GetHost(), "")
-	if err != nil {
-		return nil, err
-	}
-	if there != nil {
-		return forward(ctx, req.Msg, there.SetVF)
-	}
-	m, err := a.nics.Set(ctx, req.Msg)
-	return answer(req.Msg.GetNic(), m, err)
-}
-
-func answer[T any](nic string, m *T, err error) (*connect.Response[T], error) {
-	if err != nil {
-		return nil, reason.CodedOn(err, "nic", nic)
-	}
-	return connect.NewResponse(m), nil
 }

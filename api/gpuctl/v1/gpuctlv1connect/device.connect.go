@@ -60,10 +60,6 @@ const (
 	DeviceServiceResizeProcedure = "/gpuctl.v1.DeviceService/Resize"
 	// DeviceServiceListNICsProcedure is the fully-qualified name of the DeviceService's ListNICs RPC.
 	DeviceServiceListNICsProcedure = "/gpuctl.v1.DeviceService/ListNICs"
-	// DeviceServiceResizeNICProcedure is the fully-qualified name of the DeviceService's ResizeNIC RPC.
-	DeviceServiceResizeNICProcedure = "/gpuctl.v1.DeviceService/ResizeNIC"
-	// DeviceServiceSetVFProcedure is the fully-qualified name of the DeviceService's SetVF RPC.
-	DeviceServiceSetVFProcedure = "/gpuctl.v1.DeviceService/SetVF"
 )
 
 // DeviceServiceClient is a client for the gpuctl.v1.DeviceService service.
@@ -93,11 +89,6 @@ type DeviceServiceClient interface {
 	// ListNICs lists a host's network interfaces that are hardware devices or are
 	// used by migrations.
 	ListNICs(context.Context, *connect.Request[v1.ListNICsRequest]) (*connect.Response[v1.ListNICsResponse], error)
-	// ResizeNIC sets the number of a network card's virtual functions. SetVF
-	// changes the settings of one. They go on if the caller leaves. With plan they
-	// change nothing and return what they would do.
-	ResizeNIC(context.Context, *connect.Request[v1.ResizeNICRequest]) (*connect.Response[v1.ChangeNICResponse], error)
-	SetVF(context.Context, *connect.Request[v1.SetVFRequest]) (*connect.Response[v1.ChangeNICResponse], error)
 }
 
 // NewDeviceServiceClient constructs a client for the gpuctl.v1.DeviceService service. By default,
@@ -183,18 +174,6 @@ func NewDeviceServiceClient(httpClient connect.HTTPClient, baseURL string, opts 
 			connect.WithSchema(deviceServiceMethods.ByName("ListNICs")),
 			connect.WithClientOptions(opts...),
 		),
-		resizeNIC: connect.NewClient[v1.ResizeNICRequest, v1.ChangeNICResponse](
-			httpClient,
-			baseURL+DeviceServiceResizeNICProcedure,
-			connect.WithSchema(deviceServiceMethods.ByName("ResizeNIC")),
-			connect.WithClientOptions(opts...),
-		),
-		setVF: connect.NewClient[v1.SetVFRequest, v1.ChangeNICResponse](
-			httpClient,
-			baseURL+DeviceServiceSetVFProcedure,
-			connect.WithSchema(deviceServiceMethods.ByName("SetVF")),
-			connect.WithClientOptions(opts...),
-		),
 	}
 }
 
@@ -212,8 +191,6 @@ type deviceServiceClient struct {
 	endServe     *connect.Client[v1.EndServeRequest, v1.DeviceUpdate]
 	resize       *connect.Client[v1.ResizeRequest, v1.DeviceUpdate]
 	listNICs     *connect.Client[v1.ListNICsRequest, v1.ListNICsResponse]
-	resizeNIC    *connect.Client[v1.ResizeNICRequest, v1.ChangeNICResponse]
-	setVF        *connect.Client[v1.SetVFRequest, v1.ChangeNICResponse]
 }
 
 // ListCards calls gpuctl.v1.DeviceService.ListCards.
@@ -276,16 +253,6 @@ func (c *deviceServiceClient) ListNICs(ctx context.Context, req *connect.Request
 	return c.listNICs.CallUnary(ctx, req)
 }
 
-// ResizeNIC calls gpuctl.v1.DeviceService.ResizeNIC.
-func (c *deviceServiceClient) ResizeNIC(ctx context.Context, req *connect.Request[v1.ResizeNICRequest]) (*connect.Response[v1.ChangeNICResponse], error) {
-	return c.resizeNIC.CallUnary(ctx, req)
-}
-
-// SetVF calls gpuctl.v1.DeviceService.SetVF.
-func (c *deviceServiceClient) SetVF(ctx context.Context, req *connect.Request[v1.SetVFRequest]) (*connect.Response[v1.ChangeNICResponse], error) {
-	return c.setVF.CallUnary(ctx, req)
-}
-
 // DeviceServiceHandler is an implementation of the gpuctl.v1.DeviceService service.
 type DeviceServiceHandler interface {
 	ListCards(context.Context, *connect.Request[v1.ListCardsRequest]) (*connect.Response[v1.ListCardsResponse], error)
@@ -313,11 +280,6 @@ type DeviceServiceHandler interface {
 	// ListNICs lists a host's network interfaces that are hardware devices or are
 	// used by migrations.
 	ListNICs(context.Context, *connect.Request[v1.ListNICsRequest]) (*connect.Response[v1.ListNICsResponse], error)
-	// ResizeNIC sets the number of a network card's virtual functions. SetVF
-	// changes the settings of one. They go on if the caller leaves. With plan they
-	// change nothing and return what they would do.
-	ResizeNIC(context.Context, *connect.Request[v1.ResizeNICRequest]) (*connect.Response[v1.ChangeNICResponse], error)
-	SetVF(context.Context, *connect.Request[v1.SetVFRequest]) (*connect.Response[v1.ChangeNICResponse], error)
 }
 
 // NewDeviceServiceHandler builds an HTTP handler from the service implementation. It returns the
@@ -399,18 +361,6 @@ func NewDeviceServiceHandler(svc DeviceServiceHandler, opts ...connect.HandlerOp
 		connect.WithSchema(deviceServiceMethods.ByName("ListNICs")),
 		connect.WithHandlerOptions(opts...),
 	)
-	deviceServiceResizeNICHandler := connect.NewUnaryHandler(
-		DeviceServiceResizeNICProcedure,
-		svc.ResizeNIC,
-		connect.WithSchema(deviceServiceMethods.ByName("ResizeNIC")),
-		connect.WithHandlerOptions(opts...),
-	)
-	deviceServiceSetVFHandler := connect.NewUnaryHandler(
-		DeviceServiceSetVFProcedure,
-		svc.SetVF,
-		connect.WithSchema(deviceServiceMethods.ByName("SetVF")),
-		connect.WithHandlerOptions(opts...),
-	)
 	return "/gpuctl.v1.DeviceService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case DeviceServiceListCardsProcedure:
@@ -437,10 +387,6 @@ func NewDeviceServiceHandler(svc DeviceServiceHandler, opts ...connect.HandlerOp
 			deviceServiceResizeHandler.ServeHTTP(w, r)
 		case DeviceServiceListNICsProcedure:
 			deviceServiceListNICsHandler.ServeHTTP(w, r)
-		case DeviceServiceResizeNICProcedure:
-			deviceServiceResizeNICHandler.ServeHTTP(w, r)
-		case DeviceServiceSetVFProcedure:
-			deviceServiceSetVFHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -496,12 +442,4 @@ func (UnimplementedDeviceServiceHandler) Resize(context.Context, *connect.Reques
 
 func (UnimplementedDeviceServiceHandler) ListNICs(context.Context, *connect.Request[v1.ListNICsRequest]) (*connect.Response[v1.ListNICsResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.DeviceService.ListNICs is not implemented"))
-}
-
-func (UnimplementedDeviceServiceHandler) ResizeNIC(context.Context, *connect.Request[v1.ResizeNICRequest]) (*connect.Response[v1.ChangeNICResponse], error) {
-	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.DeviceService.ResizeNIC is not implemented"))
-}
-
-func (UnimplementedDeviceServiceHandler) SetVF(context.Context, *connect.Request[v1.SetVFRequest]) (*connect.Response[v1.ChangeNICResponse], error) {
-	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.DeviceService.SetVF is not implemented"))
 }
