@@ -1,4 +1,3 @@
-// Package sriov reads and sets the number of a PCI device's virtual functions, for GPUs
-// and network cards. The callers know which functions may be removed: vgpu for GPUs,
-// hostd/network for network cards.
+// Package sriov reads and sets the number of a PCI device's virtual functions. Its caller,
+// vgpu, knows which functions may be removed.
 package sriov

@@ -35,9 +35,9 @@ type Device struct {
 // report it.
 func (d Device) Most() int { n, _ := d.number("sriov_totalvfs"); return n }
 
-// Now returns the present number. ok reports whether the device can have virtual
+// now returns the present number. ok reports whether the device can have virtual
 // functions.
-func (d Device) Now() (n int, ok bool) { return d.number(numFile) }
+func (d Device) now() (n int, ok bool) { return d.number(numFile) }
 
 func (d Device) number(file string) (int, bool) {
 	data, err := d.Root.ReadFile(path.Join(d.Dir, file))
@@ -50,7 +50,7 @@ func (d Device) number(file string) (int, bool) {
 
 // Functions returns the virtual functions by their index.
 func (d Device) Functions() map[int]pci.Address {
-	n, ok := d.Now()
+	n, ok := d.now()
 	if !ok {
 		return nil
 	}
@@ -72,7 +72,7 @@ func (d Device) Functions() map[int]pci.Address {
 // cannot be made, the former number is restored, or the error contains that this failed,
 // too. It must not be called twice at the same time.
 func (d Device) Resize(ctx context.Context, n int) error {
-	before, ok := d.Now()
+	before, ok := d.now()
 	if !ok {
 		return fmt.Errorf("%s has no %s", d.Dir, numFile)
 	}
@@ -93,7 +93,7 @@ func (d Device) Resize(ctx context.Context, n int) error {
 	}
 	undo, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTime)
 	defer cancel()
-	if now, _ := d.Now(); now != before {
+	if now, _ := d.now(); now != before {
 		if now > 0 {
 			err = errors.Join(err, d.set(undo, 0))
 		}
@@ -118,7 +118,7 @@ func (d Device) set(ctx context.Context, n int) error {
 			return fail(err)
 		}
 	}
-	if now, ok := d.Now(); !ok || now != n {
+	if now, ok := d.now(); !ok || now != n {
 		return fail(fmt.Errorf("%w: %d", ErrReadBack, now))
 	}
 	return nil

@@ -24,10 +24,9 @@ type Driver struct {
 	Name         string // name below sys/bus/pci/drivers
 	Module       string // name for modprobe; empty: Name
 	IDs          []ID
-	OverrideOnly bool   // its table applies only to a device whose override names it
-	VFIO         bool   // a VFIO driver: it needs an IOMMU group, and unbinding waits for processes that have the device open
-	SRIOV        bool   // it can make virtual functions
-	Net          string // for network cards: prefix of its interfaces' names, before the function's address
+	OverrideOnly bool // its table applies only to a device whose override names it
+	VFIO         bool // a VFIO driver: it needs an IOMMU group, and unbinding waits for processes that have the device open
+	SRIOV        bool // it can make virtual functions
 }
 
 // Pciback returns Xen's driver in dom0. It matches each device, and refuses those that
@@ -47,11 +46,6 @@ type driver struct {
 	dir     *node
 	dynamic []ID
 	slots   []pci.Address // pciback's list of slots
-}
-
-// netName returns the name of a network card's interface, of at most 15 characters.
-func (dr *driver) netName(d *device) string {
-	return fmt.Sprintf("%s%xs%xf%x", dr.Net, d.addr.Bus, d.addr.Device, d.addr.Function)
 }
 
 // Load loads a driver. It binds matching devices without a driver.
@@ -180,11 +174,6 @@ func (m *Machine) bound(dr *driver, d *device) {
 			d.dir.put(path.Join(n.dir, "uevent"), text("MAJOR=226\nMINOR=0\nDEVNAME="+n.dev+"\n"))
 		}
 	}
-	if dr.Net != "" {
-		name := dr.netName(d)
-		d.dir.folder("net/"+name).put("device", &node{link: "../../../" + d.addr.String()})
-		m.root.put("sys/class/net/"+name, &node{link: "../../devices/" + d.at + "/net/" + name})
-	}
 	m.mdevParent(d, true)
 	d.resume(m)
 }
@@ -219,10 +208,6 @@ func (m *Machine) unbind(d *device) error {
 		m.removeVFs(d)
 	}
 	m.mdevParent(d, false)
-	if dr.Net != "" {
-		d.dir.drop("net")
-		m.root.drop("sys/class/net/" + dr.netName(d))
-	}
 	if dr.VFIO {
 		d.dir.drop("vfio-dev")
 		d.vfio = -1
