@@ -289,6 +289,7 @@ func (c *carrier) activate(ctx context.Context) error {
 		return err
 	}
 	c.ring.SetServing(c.cfg.Generation)
+	c.ring.SetBulkFrom(bulkFrom)
 	c.active.Store(true)
 	c.gate.open()
 	return nil

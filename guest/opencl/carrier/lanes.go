@@ -28,6 +28,11 @@ type lane struct {
 	pos     *remote.Position // of a read
 }
 
+// bulkFrom is the size in bytes of blocking transfers that take a lane. One of less is
+// sent with its request: a lane costs one more round trip, and with so little there is
+// nothing to overlap.
+const bulkFrom = 1<<20 + 1
+
 // wideFrom is the size in bytes of transfers whose chunks go on streams of their own.
 const wideFrom = 8 << 20
 

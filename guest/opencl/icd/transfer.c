@@ -8,6 +8,13 @@
 #define INLINE_MAX GX_MAX_INLINE
 #endif
 
+/* bulk_min returns from how many bytes on blocking transfers of buffers take a lane. A GPU of another host wants more. */
+static uint64_t bulk_min(void)
+{
+	uint32_t hint = atomic_load_explicit(gx_word(GX_HDR_BULK_FROM), memory_order_relaxed);
+	return BULK_MIN && hint > BULK_MIN && hint <= EAGER_MAX ? hint : BULK_MIN;
+}
+
 /* access returns an error if the object's host flags forbid the access. */
 static cl_int access(cl_mem m, bool write)
 {
@@ -20,7 +27,7 @@ struct stage { uint64_t off, len; uint32_t pend, mode; bool own; };
 /* stage_begin decides how the data that l describes is moved. Memory that is in the arena already, because the
  * application mapped it, is used directly. Little data is staged in the window, and for a write it is packed at
  * once. All other data is moved when the command's turn has come, so the data of a write is read only then. */
-static cl_int stage_begin(struct stage *s, const struct layout *l, bool write, bool blocking, uint64_t bulk_min)
+static cl_int stage_begin(struct stage *s, const struct layout *l, bool write, bool blocking, uint64_t from)
 {
 	bool tight = (l->height == 1 || l->row == l->width) && (l->depth == 1 || l->slice == l->width * l->height);
 	*s = (struct stage){.len = gx_layout_bytes(l), .mode = GX_DATA_STAGED};
@@ -29,7 +36,7 @@ static cl_int stage_begin(struct stage *s, const struct layout *l, bool write, b
 	if (atomic_load(&S.npending) > 8)
 		gx_reap_slow(8); /* the oldest are usually complete */
 	bool late = write && (gx_pend_reads(l) || gx_move_reads(l));
-	if (!late && (blocking ? s->len < bulk_min : s->len <= EAGER_MAX) && (s->off = gx_stage_window(s->len))) {
+	if (!late && (blocking ? s->len < from : s->len <= EAGER_MAX) && (s->off = gx_stage_window(s->len))) {
 		s->own = true;
 		if (write)
 			gx_pack(S.arena + s->off, l);
@@ -103,7 +110,7 @@ static cl_int buffer(cl_command_queue q, cl_mem m, bool blocking, bool write, si
 		w.content = ptr;
 		w.n_content = (uint32_t)size;
 		err = blocking ? call_write_buffer(&w, NULL) : post_write_buffer(&w);
-	} else if (!(err = stage_begin(&s, &l, write, blocking, BULK_MIN))) {
+	} else if (!(err = stage_begin(&s, &l, write, blocking, bulk_min()))) {
 		r.mode = w.mode = s.mode;
 		r.stage_off = w.stage_off = s.off;
 		r.stage_len = w.stage_len = s.len;

@@ -93,8 +93,15 @@ func (q *Ring) Owner() uint32 { return q.r.Load32(wire.HdrOwner) }
 func (q *Ring) SetOwner(generation uint32) { q.r.Store32(wire.HdrOwner, generation) }
 
 // SetServing records that the executor of that generation has begun to serve. From then on,
-// nobody can undo what it does.
-func (q *Ring) SetServing(generation uint32) { q.r.Store32(wire.HdrServing, generation) }
+// nobody can undo what it does. It has the client use its own threshold for lanes.
+func (q *Ring) SetServing(generation uint32) {
+	q.r.Store32(wire.HdrServing, generation)
+	q.SetBulkFrom(0)
+}
+
+// SetBulkFrom says from how many bytes on blocking transfers of buffers should go through a
+// lane; 0: as the client thinks best. It is a hint.
+func (q *Ring) SetBulkFrom(n uint32) { q.r.Store32(wire.HdrBulkFrom, n) }
 
 // Serving returns the generation of the executor that was the last to begin to serve.
 func (q *Ring) Serving() uint32 { return q.r.Load32(wire.HdrServing) }

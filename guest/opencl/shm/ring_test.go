@@ -110,6 +110,17 @@ func TestInit(t *testing.T) {
 	}
 }
 
+// TestHintIsOfWhoServes: an executor that knows nothing of the hint of the one before it must
+// not leave it.
+func TestHintIsOfWhoServes(t *testing.T) {
+	q, _ := newRing(t)
+	q.SetServing(3)
+	q.SetBulkFrom(1 << 20)
+	if q.SetServing(4); q.r.Load32(wire.HdrBulkFrom) != 0 {
+		t.Error("executor 4 serves with the hint of executor 3")
+	}
+}
+
 // Records arrive complete, once and in order, whatever their sizes and however the ring
 // wraps.
 func TestRecordsArriveInOrder(t *testing.T) {

@@ -16,6 +16,7 @@ const (
 	HdrOwner       = 0x40       // u32, generation of the executor that may read the ring
 	HdrState       = 0x44       // u32, STATE_*; also a futex
 	HdrServing     = 0x48       // u32, generation of the executor that last began to serve: stored before it does anything
+	HdrBulkFrom    = 0x4c       // u32, bytes from which on blocking transfers of buffers go through a lane; 0: the client's default
 	HdrSleep       = 0x80       // u32, 1 while nobody reads the ring; doorbell futex
 	HdrNap         = 0x84       // u32, 1 while the reader sleeps for a moment and looks again by itself; futex
 	HdrTail        = 0xc0       // u64, bytes ever produced

@@ -18,6 +18,7 @@ var consts = []constant{
 	{"HDR_OWNER", "0x40", "u32, generation of the executor that may read the ring"},
 	{"HDR_STATE", "0x44", "u32, STATE_*; also a futex"},
 	{"HDR_SERVING", "0x48", "u32, generation of the executor that last began to serve: stored before it does anything"},
+	{"HDR_BULK_FROM", "0x4c", "u32, bytes from which on blocking transfers of buffers go through a lane; 0: the client's default"},
 	{"HDR_SLEEP", "0x80", "u32, 1 while nobody reads the ring; doorbell futex"},
 	{"HDR_NAP", "0x84", "u32, 1 while the reader sleeps for a moment and looks again by itself; futex"},
 	{"HDR_TAIL", "0xc0", "u64, bytes ever produced"},
