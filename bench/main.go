@@ -68,7 +68,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	swaps := fs.Int("swaps", 20, "swaps for the stand-still figures")
 	mib := fs.Int("mib", 256, "size of the bulk transfers, MiB")
 	gib := fs.Int("gib", 16, "state of the big swaps on a real GPU, GiB")
-	only := fs.String("only", "", "run only the parts that `NAMES`, with commas between, say: calls, transfers, compute, programs, swap, suspend, replay, remote, footprint, sharing, cluster, inventory, mmio, gpu, chaos, hostile (the last only if it is named)")
+	only := fs.String("only", "", "run only the parts that `NAMES`, with commas between, say: calls, transfers, compute, programs, swap, suspend, replay, remote, moved, footprint, sharing, cluster, inventory, mmio, gpu, chaos, hostile (the last only if it is named)")
 	operations := fs.Int("operations", 200, "operations of the part chaos, of which 30 % are to fail and 10 % are killed")
 	together := fs.Int("together", 1, "programs at a time of the part chaos")
 	program := fs.String("program", "", "`arguments` of the program of the part chaos, instead of those of four kinds in turns")
@@ -111,6 +111,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		{"suspend", "Suspend and resume, 64 MiB", b.suspend},
 		{"replay", "Replay after a million calls, 1000 live objects", b.replay},
 		{"remote", "GPUs behind a carrier, over loopback", b.remote},
+		{"moved", "A run that moves from a remote GPU to a local one", b.moved},
 		{"footprint", "Memory that the library adds", b.footprint},
 		{"sharing", "Owners that share a GPU", b.sharing},
 		{"cluster", "Three hosts on this machine", b.cluster},
@@ -192,6 +193,14 @@ func quantile(v []float64, q float64) float64 {
 	}
 	s := slices.Sorted(slices.Values(v))
 	return s[min(len(s)-1, int(q*float64(len(s))))]
+}
+
+func mean(v []float64) float64 {
+	sum := 0.0
+	for _, x := range v {
+		sum += x
+	}
+	return sum / float64(len(v))
 }
 
 func median(v []float64) float64 { return quantile(v, 0.5) }
