@@ -143,16 +143,15 @@ func (o Options) join(ctx context.Context, host *sessions.Host) (m *wiring, err 
 	c := o.Config.Cluster
 	m.node = member.New(ctx, member.Config{
 		Dir: o.Data, Name: name, Listen: cmp.Or(c.Listen, config.DefaultListen), Advertise: c.Advertise, Version: o.Version,
-		Host: host, Local: func() access.LocalPolicy { return policy }, Audit: m.audit,
+		Local: func() access.LocalPolicy { return policy }, Audit: m.audit,
 		Timing: replica.Fast().Stretched(cmp.Or(c.RaftMultiplier, 1)), Members: replica.Members{MaxVoters: c.Voters, Lost: c.Lost(), Zone: c.Zone},
-		Lender: m.lender(host), LendAddress: m.lendAddress,
-		Services: host.Handle, Interceptors: []connect.Interceptor{m.metrics.Interceptor()}, Refused: m.metrics.Refused, Logger: o.Log,
+		Interceptors: []connect.Interceptor{m.metrics.Interceptor()}, Refused: m.metrics.Refused, Logger: o.Log,
 	})
 	host.Cluster = m.node
 	if err := m.open(ctx, o, host, name); err != nil {
 		return m, err
 	}
-	return m, m.node.Start(ctx)
+	return m, m.node.Start(ctx, member.Served{Host: host, Lender: m.lender(host), LendAddress: m.lendAddress, Services: host.Handle})
 }
 
 // open finds out which hypervisor runs, and which cards VMs have.

@@ -414,10 +414,10 @@ func (n *Node) abroad(m *membership, v *state.View, over map[string]bool) []stri
 			continue
 		}
 		for as := range v.AssignmentsOfClaim(c.GetId()) {
-			if as.GetHost() == m.Host || as.GetResidence() == releasing || n.Host.Uses(c.GetId(), as.GetGpu()) {
+			if as.GetHost() == m.Host || as.GetResidence() == releasing || n.served.Host.Uses(c.GetId(), as.GetGpu()) {
 				continue
 			}
-			if n.Host.Knows(c.GetId()) {
+			if n.served.Host.Knows(c.GetId()) {
 				out = append(out, as.GetId())
 			} else {
 				over[c.GetId()] = true

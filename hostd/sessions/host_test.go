@@ -80,13 +80,13 @@ func (f *fixture) start() {
 		f.t.Fatal(err)
 	}
 	ctx, stop := context.WithCancel(context.Background())
-	f.node, err = member.Open(ctx, member.Config{
-		Name: "here", Host: host, Local: func() access.LocalPolicy { return access.LocalPolicy{} }, Logger: slog.New(slog.DiscardHandler),
+	f.node = member.New(ctx, member.Config{
+		Name: "here", Local: func() access.LocalPolicy { return access.LocalPolicy{} }, Logger: slog.New(slog.DiscardHandler),
 	})
-	if err != nil {
+	host.Cluster = f.node
+	if err := f.node.Start(ctx, member.Served{Host: host}); err != nil {
 		f.t.Fatal(err)
 	}
-	host.Cluster = f.node
 	if err := host.Start(ctx); err != nil {
 		f.t.Fatal(err)
 	}
