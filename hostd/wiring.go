@@ -409,7 +409,7 @@ func (m *wiring) letGo(ctx context.Context, _ []pci.Address) (resume func(), err
 // observe makes metrics and traces. The node counts its calls with them, so they are made
 // first. They read the node's state only when they are read.
 func (m *wiring) observe(ctx context.Context, o Options, host *sessions.Host, name string) (err error) {
-	m.metrics = metrics.New(metrics.Sources{
+	m.metrics = metrics.New(metrics.NewCounters(), metrics.Sources{
 		View:    func() *state.View { return m.node.View() },
 		Status:  func() *clusterv1.StatusResponse { return m.node.Status() },
 		Health:  func() error { return m.node.Health() },
@@ -425,7 +425,7 @@ func (m *wiring) observe(ctx context.Context, o Options, host *sessions.Host, na
 	if err != nil {
 		return fmt.Errorf("tracing: %w", err)
 	}
-	host.Metrics, host.Tracer = m.metrics, m.tracer
+	host.Metrics, host.Tracer = m.metrics.Counters, m.tracer
 	return nil
 }
 

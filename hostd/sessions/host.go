@@ -81,8 +81,8 @@ type HostConfig struct {
 	Devices    *cardapi.API       // set if Cards is, as are the next two
 	Site       *endpoint.Local
 	Migrations *migration.Manager
-	Metrics    *metrics.Metrics // nil: no metrics
-	Tracer     *trace.Tracer    // nil: no traces
+	Metrics    *metrics.Counters // nil: no metrics
+	Tracer     *trace.Tracer     // nil: no traces
 	Log        *slog.Logger
 }
 
