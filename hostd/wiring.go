@@ -191,8 +191,15 @@ func (m *wiring) open(ctx context.Context, o Options, host *sessions.Host, name 
 	if uri == "" {
 		uri = m.cards.Scheme() + "+tls://{address}/system"
 	}
+	at := endpoint.Whereabouts{
+		Name: name, Client: m.cards.Client, Member: m.knows, Log: o.Log,
+		Peer: func(to string) (gpuctlv1connect.SiteServiceClient, error) { return m.node.Site(to) },
+	}
+	m.guests = endpoint.NewGuests(endpoint.GuestsConfig{
+		Channels: at, Cards: host.PCI.Cards, Vchan: m.cards.Vchan, Console: m.cards.Scheme() == "xen", Locks: o.Dir, Log: o.Log,
+	})
 	host.Site = &endpoint.Local{
-		Name: name, Keeper: m.cards.Keeper, Client: m.cards.Client, VMs: m.cards.Keeper.VMs, Files: statFile, Log: o.Log,
+		Whereabouts: at, Guests: m.guests, Keeper: m.cards.Keeper, VMs: m.cards.Keeper.VMs, Files: statFile,
 		Parts:  m.mediated,
 		Unsafe: o.Config.Devices.UnsafeDisks, TLS: o.Config.Devices.MigrationTLS,
 		URI: func(to string) (string, string, error) {
@@ -210,12 +217,8 @@ func (m *wiring) open(ctx context.Context, o Options, host *sessions.Host, name 
 			return link
 		},
 		Locks: func() virt.Locks { return virt.LocksOf(sysfs.Dir("/"), virt.Driver(m.cards.Scheme())) }, Others: m.others,
-		Rate: m.rate, Follow: m.follow, Peer: func(to string) (gpuctlv1connect.SiteServiceClient, error) { return m.node.Site(to) },
+		Rate: m.rate, Follow: m.follow,
 	}
-	m.guests = endpoint.NewGuests(host.Site, host.PCI.Cards, o.Log)
-	m.guests.Locks = o.Dir
-	m.guests.Console, m.guests.Vchan = m.cards.Scheme() == "xen", m.cards.Vchan
-	host.Site.Guests = m.guests
 	if o.Data != "" { // hostd --dev migrates no VMs
 		if host.Site.Fence, err = endpoint.OpenFence(filepath.Join(o.Data, "migration-tokens.json"), func() string { return m.node.Status().GetClusterId() }); err != nil {
 			return err
@@ -235,7 +238,7 @@ func (m *wiring) open(ctx context.Context, o Options, host *sessions.Host, name 
 		Rehearse: host.Site.Rehearse,
 	})
 	host.Site.Party, host.Site.Borrows, host.Pending = host.Migrations.Party, host.Migrations.Borrows, host.Migrations.Pending
-	host.Site.MovedTo, host.Site.Member = host.Migrations.MovedTo, m.knows
+	host.Site.MovedTo = host.Migrations.MovedTo
 	if m.lend != nil {
 		host.Site.Lender, host.Site.Grants = host, host
 	}
@@ -256,7 +259,7 @@ func (m *wiring) serveVMs(o Options, host *sessions.Host, name string) (err erro
 		file = filepath.Join(o.Data, "service-vms.json")
 	}
 	m.serving, err = servicevm.New(servicevm.Config{
-		File: file, Host: name, Site: host.Site, VMs: m.cards.Keeper.VMs, Cards: m.cards.Keeper, Claims: host, Loopback: m.loopback, Log: o.Log,
+		File: file, Host: name, Site: agents{host.Site.Whereabouts, m.guests}, VMs: m.cards.Keeper.VMs, Cards: m.cards.Keeper, Claims: host, Loopback: m.loopback, Log: o.Log,
 	})
 	if err != nil {
 		return err
@@ -274,6 +277,12 @@ func (m *wiring) loopback() bool {
 	}
 	at, err := netip.ParseAddr(address)
 	return err == nil && at.IsLoopback()
+}
+
+// agents are the VMs of this host, and the gpuguests in them.
+type agents struct {
+	endpoint.Whereabouts
+	*endpoint.Guests
 }
 
 // lentVMs tells where the VMs are that have GPUs of this host.

@@ -209,7 +209,7 @@ func TestTheRecordOfAMigrationDecidesWhoBorrowsForAVM(t *testing.T) {
 	log := slog.New(slog.DiscardHandler)
 	ready := func() bool { return true }
 	manager := migration.New(migration.Config{Node: l.node, Ready: ready, Log: log})
-	site := &endpoint.Local{Name: "here", Lender: l.host, Borrows: manager.Borrows, Log: log}
+	site := &endpoint.Local{Whereabouts: endpoint.Whereabouts{Name: "here", Log: log}, Lender: l.host, Borrows: manager.Borrows}
 	mux := http.NewServeMux()
 	site.Handle(mux)
 	caller := "h1"

@@ -50,7 +50,7 @@ func TestStartThatTheLockManagerRefusesHasAReason(t *testing.T) {
 		"there are no others": {locked, nil, reason.Locked, "web", []string{"which other VM"}},
 		"virtlockd is dead":   {dead, nil, reason.LockManagerDown, "h1", []string{"VM web does not run on host h1", "systemctl start virtlockd.socket", "restart libvirtd"}},
 	} {
-		l := &Local{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler)}
+		l := &Local{Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler)}}
 		l.Others = func() (names []string) {
 			for host := range c.others {
 				names = append(names, host)
@@ -79,7 +79,7 @@ func TestFactsSayWhatTheLockManagerDoes(t *testing.T) {
 		t.Fatal(err)
 	}
 	locks := virt.Locks{Manager: "lockd", Socket: filepath.Join(dir, "sock")}
-	l := &Local{Name: "h1", Log: slog.New(slog.DiscardHandler), Locks: func() virt.Locks { return locks }}
+	l := &Local{Whereabouts: Whereabouts{Name: "h1", Log: slog.New(slog.DiscardHandler)}, Locks: func() virt.Locks { return locks }}
 	if name, why := l.lockManager(t.Context()); name != "lockd" || !strings.Contains(why, "lockd: ") {
 		t.Errorf("%q, %q", name, why)
 	}

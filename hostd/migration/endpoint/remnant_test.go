@@ -75,7 +75,7 @@ func TestClear(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			l := &Local{Name: "h1", Fence: fence, Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return c.home, nil }}
+			l := &Local{Fence: fence, Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return c.home, nil }}}
 			cleared, err := l.Clear(ctx, lost, "h2")
 			if cleared != c.cleared || errors.Is(err, ErrTwice) != c.twice || !c.twice && (err != nil) != (c.home.err != nil && c.driver == "xen") {
 				t.Errorf("cleared: %v, %v", cleared, err)
@@ -128,7 +128,7 @@ func TestCopyThatTheOperatorPausedIsNotEnded(t *testing.T) {
 		t.Fatal(err)
 	}
 	home := elsewhere{presence: "running"}
-	l := &Local{Name: "h1", Fence: fence, Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return home, nil }}
+	l := &Local{Fence: fence, Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return home, nil }}}
 	stays := func(when string) {
 		t.Helper()
 		if cleared, err := l.Clear(t.Context(), lost, "h2"); cleared || err != nil && !errors.Is(err, ErrTwice) {

@@ -33,7 +33,7 @@ func TestVMRunsTwiceWhereTheLastAnswerIsLost(t *testing.T) {
 				if err := v.Ready(t.Context()); err != nil {
 					t.Fatal(err)
 				}
-				servers, hosts = append(servers, s), append(hosts, &Local{Name: name, Client: v, Log: slog.New(slog.DiscardHandler)})
+				servers, hosts = append(servers, s), append(hosts, &Local{Whereabouts: Whereabouts{Name: name, Client: v, Log: slog.New(slog.DiscardHandler)}})
 			}
 			a, b := hosts[0], hosts[1]
 			uri := driver + "+tcp://h2/system"
@@ -86,7 +86,7 @@ func TestVMThatLibvirtKeepsPausedIsKept(t *testing.T) {
 	if err := v.Ready(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	l := &Local{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler)}
+	l := &Local{Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler)}}
 	d, err := v.Define(t.Context(), fmt.Appendf(nil, "<domain type='qemu'><name>web</name><uuid>%s</uuid></domain>", lost))
 	if err == nil {
 		_, err = v.Start(t.Context(), d)
@@ -133,7 +133,7 @@ func TestVMThatLibvirtLeavesPausedIsNotMoving(t *testing.T) {
 	if err := v.Ready(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	l := &Local{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler)}
+	l := &Local{Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler)}}
 	d, err := v.Define(t.Context(), fmt.Appendf(nil, "<domain type='xen'><name>web</name><uuid>%s</uuid></domain>", lost))
 	if err == nil {
 		_, err = v.Start(t.Context(), d)
