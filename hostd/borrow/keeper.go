@@ -15,6 +15,7 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
+	"github.com/gpuctl/gpuctl/internal/busy"
 	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/internal/wait"
 	"github.com/gpuctl/gpuctl/migrate"
@@ -72,11 +73,11 @@ type Keeper struct {
 	Config
 	wake chan struct{}
 	work sync.WaitGroup
+	busy busy.Set // VMs, by UUID, of which something is being changed
 
 	mu     sync.Mutex
 	served map[string]*served // by UUID
 	held   map[string]bool    // VMs, by UUID, whose GPU is being detached
-	busy   map[string]bool    // VMs, by UUID, of which something is being changed
 }
 
 // served is a VM that is told of its GPU.
@@ -106,7 +107,7 @@ func New(c Config) *Keeper {
 	if c.Tell == 0 {
 		c.Tell = tellFor
 	}
-	return &Keeper{Config: c, wake: make(chan struct{}, 1), served: map[string]*served{}, held: map[string]bool{}, busy: map[string]bool{}}
+	return &Keeper{Config: c, wake: make(chan struct{}, 1), served: map[string]*served{}, held: map[string]bool{}}
 }
 
 // managedBy is the label of claims with the id of the host that has made them.

@@ -27,6 +27,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/scheduler"
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
+	"github.com/gpuctl/gpuctl/internal/busy"
 	"github.com/gpuctl/gpuctl/internal/random"
 	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/wait"
@@ -95,7 +96,7 @@ type Node struct {
 	records chan *clusterv1.Migration
 	notes   chan *clusterv1.Event
 
-	measuring once // links, by host
+	measuring busy.Set // links, by host
 
 	joining sync.Mutex // held during Init, Join and Close
 	mu      sync.Mutex

@@ -8,7 +8,6 @@ import (
 	"net"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	"connectrpc.com/connect"
@@ -434,30 +433,6 @@ func (n *Node) orphaned(m *membership, v *state.View, c *clusterv1.Claim) bool {
 	return home != "" && home != m.Host && (v.Host(home) == nil || v.Host(home).GetDown())
 }
 
-// once collects what is done together.
-type once struct {
-	mu   sync.Mutex
-	busy map[string]bool
-}
-
-// begin reports whether nobody does it now.
-func (o *once) begin(what string) (end func(), ok bool) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	if o.busy[what] {
-		return nil, false
-	}
-	if o.busy == nil {
-		o.busy = map[string]bool{}
-	}
-	o.busy[what] = true
-	return func() {
-		o.mu.Lock()
-		defer o.mu.Unlock()
-		delete(o.busy, what)
-	}, true
-}
-
 // errUnmeasured is returned by Calibrate if the link is being measured.
 var errUnmeasured = errors.New("the link is being measured")
 
@@ -471,7 +446,7 @@ func (n *Node) Calibrate(ctx context.Context, host string, refresh func(*cluster
 	if old.GetSamples() > 0 && time.Since(time.UnixMilli(old.GetMeasuredUnixMs())) < Fresh {
 		return nil
 	}
-	end, ok := n.measuring.begin(host)
+	end, ok := n.measuring.Begin(host)
 	if !ok {
 		return errUnmeasured
 	}

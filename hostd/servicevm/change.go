@@ -38,17 +38,11 @@ const betweenLooks = 200 * time.Millisecond
 
 // alone marks a VM as being changed until end is called.
 func (k *Keeper) alone(m vm.VM) (end func(), err error) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	if k.busy[m.UUID] {
+	end, ok := k.busy.Begin(m.UUID)
+	if !ok {
 		return nil, reason.Errorf(reason.Busy, "whether VM %s serves others is being changed just now", m.Name).On("vm", m.Name)
 	}
-	k.busy[m.UUID] = true
-	return func() {
-		k.mu.Lock()
-		defer k.mu.Unlock()
-		delete(k.busy, m.UUID)
-	}, nil
+	return end, nil
 }
 
 // Serve declares a VM a service VM. With a GPU, it gets that card first. It goes on if the

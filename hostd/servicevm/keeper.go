@@ -14,6 +14,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/hostd/cards"
+	"github.com/gpuctl/gpuctl/internal/busy"
 	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/migrate"
 )
@@ -73,10 +74,10 @@ type Config struct {
 type Keeper struct {
 	Config
 	wake chan struct{}
+	busy busy.Set // VMs, by UUID, of which something is being changed
 
 	mu      sync.Mutex
 	servers map[string]*server // by UUID
-	busy    map[string]bool    // VMs, by UUID, of which something is being changed
 }
 
 // server is a service VM. Its fields are guarded by Keeper.mu.
@@ -106,7 +107,7 @@ func New(c Config) (*Keeper, error) {
 		return nil, err
 	}
 	c.Offer, c.Silent = cmp.Or(c.Offer, offerFor), cmp.Or(c.Silent, silentFor)
-	k := &Keeper{Config: c, wake: make(chan struct{}, 1), servers: map[string]*server{}, busy: map[string]bool{}}
+	k := &Keeper{Config: c, wake: make(chan struct{}, 1), servers: map[string]*server{}}
 	for _, d := range r.VMs {
 		k.servers[d.UUID] = &server{declared: d, why: "hostd was just started and has not asked the VM yet"}
 	}
@@ -192,7 +193,7 @@ func (k *Keeper) ask(ctx context.Context, uuid string) (changed bool) {
 	}
 	before := k.sum(s)
 	k.enter(s, p, o, hello != nil, err, used)
-	if s.Ending && !slices.ContainsFunc(s.GPUs, func(g *known) bool { return used[g.Name] }) && !k.busy[uuid] {
+	if s.Ending && !slices.ContainsFunc(s.GPUs, func(g *known) bool { return used[g.Name] }) && !k.busy.Has(uuid) {
 		delete(k.servers, uuid)
 		k.Log.Info("a VM is no service VM any more", "machine", s.Name)
 	}
