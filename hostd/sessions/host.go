@@ -14,6 +14,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"connectrpc.com/connect"
@@ -21,13 +22,8 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
-	"github.com/gpuctl/gpuctl/hostd/cards/cardapi"
-	"github.com/gpuctl/gpuctl/hostd/cards/platform"
 	"github.com/gpuctl/gpuctl/hostd/config"
 	"github.com/gpuctl/gpuctl/hostd/inventory"
-	"github.com/gpuctl/gpuctl/hostd/mediated"
-	"github.com/gpuctl/gpuctl/hostd/migration"
-	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
 	"github.com/gpuctl/gpuctl/hostd/sessions/ledger"
 	"github.com/gpuctl/gpuctl/hostd/telemetry/metrics"
 	"github.com/gpuctl/gpuctl/hostd/telemetry/trace"
@@ -37,6 +33,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/suggest"
 	"github.com/gpuctl/gpuctl/internal/wait"
+	"github.com/gpuctl/gpuctl/passthrough/catalog"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
@@ -72,18 +69,18 @@ type HostConfig struct {
 	LendAddress func() string
 	// Pending reports whether a migration has not ended, or whether that is unknown. nil: no
 	// VM migrates.
-	Pending    func(ctx context.Context, migration string) bool
-	VMs        VMs                // nil: no VM has a GPU of this host lastingly
-	Servers    Servers            // nil: no VM serves others
-	NVML       NVML               // nil: NVML is not used
-	Cards      *platform.Platform // nil: cards are not given to VMs
-	Mediated   *mediated.Keeper   // nil: no mediated GPUs
-	Devices    *cardapi.API       // set if Cards is, as are the next two
-	Site       *endpoint.Local
-	Migrations *migration.Manager
-	Metrics    *metrics.Counters // nil: no metrics
-	Tracer     *trace.Tracer     // nil: no traces
-	Log        *slog.Logger
+	Pending func(ctx context.Context, migration string) bool
+	VMs     VMs     // nil: no VM has a GPU of this host lastingly
+	Servers Servers // nil: no VM serves others
+	NVML    NVML    // nil: NVML is not used
+	// Catalog finds a model by its PCI ids; nil: no catalogue.
+	Catalog func(*pci.Device) (catalog.Entry, bool)
+	// Settled are set when the keepers of this host's other GPUs know who has which. They are
+	// made after the host, and report it here.
+	Settled []*atomic.Bool
+	Metrics *metrics.Counters // nil: no metrics
+	Tracer  *trace.Tracer     // nil: no traces
+	Log     *slog.Logger
 }
 
 // Host is the state of one host, and the rules by which it changes.
@@ -200,26 +197,11 @@ func (h *Host) Start(ctx context.Context) error {
 	if err := h.Resync(ctx); err != nil {
 		h.Log.Warn("sessions not known yet", "err", err)
 	}
-	h.acquireHoldings(ctx)
+	h.Cluster.AcquireHoldings(ctx)
 	h.Reoffer(ctx)
 	close(h.ready)
 	h.Cluster.Kick()
 	return nil
-}
-
-// acquireHoldings reports to the cluster what this host's claims have, before new claims are made. A
-// cluster that is in memory only has lost that. What fails here is repeated later.
-func (h *Host) acquireHoldings(ctx context.Context) {
-	ctx, cancel := context.WithTimeout(ctx, holdTimeout)
-	defer cancel()
-	for _, held := range h.Holdings() {
-		if err := h.Cluster.Acquire(ctx, held.Claim, held.GPUs, held.Amount); err != nil {
-			h.Log.Warn("the cluster does not know yet what a claim has", "claim", held.Claim.GetId(), "gpu", strings.Join(held.GPUs, separator), "err", err)
-			if ctx.Err() != nil {
-				return
-			}
-		}
-	}
 }
 
 // Wait returns when all operations have ended. They end when the context of Start ends.
