@@ -2,7 +2,6 @@ package endpoint
 
 import (
 	"errors"
-	"fmt"
 	"log/slog"
 	"net"
 	"os"
@@ -22,18 +21,8 @@ import (
 // Why libvirt's lock manager keeps a VM from starting is told by a reason, with the host
 // that has it.
 func TestStartThatTheLockManagerRefusesHasAReason(t *testing.T) {
-	s := virttest.Start(t, "qemu")
-	v, err := virt.Open("qemu:///system", virt.WithSocket(s.Socket()))
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = v.Close() })
-	if err := v.Ready(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := v.Define(t.Context(), fmt.Appendf(nil, "<domain type='qemu'><name>web</name><uuid>%s</uuid></domain>", lost)); err != nil {
-		t.Fatal(err)
-	}
+	s, v := libvirtd(t, "qemu")
+	define(t, v)
 	locked := virttest.Fault{Code: 87, From: 51, Message: "resource busy: Lockspace resource '/disk' is locked"}
 	dead := virttest.Fault{Code: 38, Message: "Failed to connect socket to '/run/libvirt/virtlockd-sock': Connection refused"}
 	unreachable := elsewhere{err: connect.NewError(connect.CodeUnavailable, errors.New("no route"))}
