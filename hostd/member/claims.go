@@ -49,7 +49,7 @@ func (m *membership) own(c *clusterv1.Claim) *clusterv1.Claim {
 	if c.Labels == nil {
 		c.Labels = map[string]string{}
 	}
-	c.Labels[managedBy] = m.ID
+	c.Labels[placement.LabelManagedBy] = m.ID
 	return c
 }
 

@@ -12,6 +12,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/cluster/placement"
 	"github.com/gpuctl/gpuctl/cluster/scheduler"
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/internal/wait"
@@ -26,9 +27,6 @@ const (
 	// would double the log.
 	together = 20 * time.Millisecond
 )
-
-// managedBy is the label of claims that a host made for its own sessions.
-const managedBy = "gpuctl.managed-by"
 
 // Kick makes the node compare the host with the log now.
 func (n *Node) Kick() {
@@ -245,7 +243,7 @@ func (n *Node) assigned(m *membership, v *state.View, held Holding) bool {
 }
 
 func (n *Node) manages(m *membership, c *clusterv1.Claim) bool {
-	return c != nil && c.GetLabels()[managedBy] == m.ID
+	return c != nil && c.GetLabels()[placement.LabelManagedBy] == m.ID
 }
 
 // tellSessions reports the sessions that differ from the log.

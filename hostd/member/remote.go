@@ -15,6 +15,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/cluster/placement"
 	"github.com/gpuctl/gpuctl/cluster/remote"
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
@@ -273,7 +274,7 @@ func (n *Node) Assigned(ctx context.Context, claim, borrower string, gpus []stri
 		}
 	}
 	c := v.Claim(claim)
-	if c == nil || c.GetLabels()[managedBy] != borrower {
+	if c == nil || c.GetLabels()[placement.LabelManagedBy] != borrower {
 		return 0, reason.Detail(fmt.Errorf("claim %s: %w: it is none of that host", claim, ErrNotAssigned)).On("claim", claim)
 	}
 	highest, amount := uint64(0), ^uint64(0)
