@@ -17,6 +17,7 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
+	"github.com/gpuctl/gpuctl/internal/busy"
 	"github.com/gpuctl/gpuctl/internal/excerpt"
 	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/migrate"
@@ -54,13 +55,13 @@ type Manager struct {
 	Config
 	Records
 	work sync.WaitGroup
+	// starting has the VMs, by UUID, whose migration is being started or taken over: its
+	// record exists already, but it is not in runs yet.
+	starting busy.Set
 
 	mu   sync.Mutex
 	ctx  context.Context
 	runs map[string]*watched // migrations that this host drives, by id
-	// starting has the VMs, by UUID, whose migration is being started or taken over: its
-	// record exists already, but it is not in runs yet.
-	starting map[string]bool
 }
 
 // watched is a migration that this host drives, with its progress for clients.
@@ -80,7 +81,7 @@ func New(c Config) *Manager {
 	if c.Every == 0 {
 		c.Every = 2 * time.Second
 	}
-	return &Manager{Config: c, Records: NewRecords(c.Node), runs: map[string]*watched{}, starting: map[string]bool{}}
+	return &Manager{Config: c, Records: NewRecords(c.Node), runs: map[string]*watched{}}
 }
 
 // Run continues the migrations that this host drove before, and takes over those whose
