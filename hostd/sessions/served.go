@@ -40,7 +40,7 @@ const mostListed = 2 * maxLent
 // longestAnswer is how many bytes of a service VM's error are passed on.
 const longestAnswer = 200
 
-// Servers are the service VMs of this host. servicevm.Keeper implements it. It is asked under
+// Servers are the service VMs of this host. servicevm.Registry implements it. It is asked under
 // h.mu, and calls the host without a lock of its own.
 type Servers interface {
 	GPUs() []servicevm.GPU
