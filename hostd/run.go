@@ -63,7 +63,9 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	defer listener.Close()
-	wired, err := o.join(ctx, guest)
+	work, stop := context.WithCancel(ctx)
+	defer stop()
+	wired, err := o.join(ctx, work, guest)
 	if err != nil {
 		return err
 	}
@@ -72,8 +74,6 @@ func Run(ctx context.Context, o Options) (err error) {
 	if o.Data != "" { // libvirtd starts after hostd, so the functions exist when VMs start
 		wired.nics.Apply(ctx, o.Config.Network)
 	}
-	work, stop := context.WithCancel(ctx)
-	defer stop()
 	var wg sync.WaitGroup
 	failed := make(chan error, 4)
 	watched, err := o.serveMetrics(wired, failed)

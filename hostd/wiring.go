@@ -127,8 +127,8 @@ func makeData(dir string) error {
 }
 
 // join makes the parts of the host in order. At the end it starts the node, which serves all
-// of them and takes up its former membership.
-func (o Options) join(ctx context.Context, guest *Guest) (m *wiring, err error) {
+// of them and takes up its former membership. Operations on sessions end with work.
+func (o Options) join(ctx, work context.Context, guest *Guest) (m *wiring, err error) {
 	m = &wiring{nvml: nvml.New(nvml.Config{Log: o.Log}), counters: metrics.NewCounters()}
 	defer func() {
 		if err != nil {
@@ -170,7 +170,7 @@ func (o Options) join(ctx context.Context, guest *Guest) (m *wiring, err error) 
 	if err := m.detect(ctx, o, scanner, name); err != nil {
 		return m, err
 	}
-	if err := m.makeSessions(o, guest, scanner); err != nil {
+	if err := m.makeSessions(work, o, guest, scanner); err != nil {
 		return m, err
 	}
 	if err := m.makeKeepers(o); err != nil {
@@ -237,7 +237,7 @@ func (m *wiring) detect(ctx context.Context, o Options, scanner *pci.Scanner, na
 func (o Options) records() string { return cmp.Or(o.Data, o.Dir) }
 
 // makeSessions makes what has the sessions of this host, and the port at which it lends GPUs.
-func (m *wiring) makeSessions(o Options, guest *Guest, scanner *pci.Scanner) (err error) {
+func (m *wiring) makeSessions(work context.Context, o Options, guest *Guest, scanner *pci.Scanner) (err error) {
 	c := sessions.HostConfig{
 		Guest:     gpuctlv1connect.NewGuestServiceClient(unixrpc.Client(guest.Socket()), "http://guest"),
 		AppSocket: guest.AppSocket(), StateFile: filepath.Join(o.Dir, "state.json"),
@@ -254,7 +254,7 @@ func (m *wiring) makeSessions(o Options, guest *Guest, scanner *pci.Scanner) (er
 			return m.carriersAt(address)
 		}
 	}
-	if m.host, err = sessions.NewHost(c); err != nil {
+	if m.host, err = sessions.NewHost(work, c); err != nil {
 		return err
 	}
 	if m.port != nil {

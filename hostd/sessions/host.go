@@ -128,14 +128,15 @@ type session struct {
 	seen time.Time // when it was reported first
 }
 
-// NewHost returns a host that knows no GPUs, claims or sessions. Start finds them.
-func NewHost(c HostConfig) (*Host, error) {
+// NewHost returns a host that knows no GPUs, claims or sessions. Start finds them. ctx ends
+// with the daemon.
+func NewHost(ctx context.Context, c HostConfig) (*Host, error) {
 	proc, err := fs.Sub(c.Root, "proc")
 	if err != nil {
 		return nil, fmt.Errorf("root: %w", err)
 	}
 	return &Host{
-		HostConfig: c, proc: proc, discovered: make(chan struct{}), ready: make(chan struct{}), ctx: context.Background(),
+		HostConfig: c, proc: proc, discovered: make(chan struct{}), ready: make(chan struct{}), ctx: ctx,
 		ledger: ledger.New(), claims: map[string]*claim{}, claiming: map[string]bool{}, sessions: map[string]*session{}, over: map[string]time.Time{},
 		ops: map[string]*operation{}, last: map[string]*gpuctlv1.SwapResult{},
 		borrowed: map[string]*borrowed{}, asking: map[string]bool{}, lent: map[string]*lent{}, lending: map[string]int{},
@@ -146,7 +147,6 @@ func NewHost(c HostConfig) (*Host, error) {
 // Start reads the journal, discovers the GPUs, and takes over the existing claims and
 // sessions. Calls that need these wait until Start has returned.
 func (h *Host) Start(ctx context.Context) error {
-	h.ctx = ctx
 	j, err := readJournal(h.StateFile)
 	if err != nil {
 		// The true state is in gpuguest. hostd can manage it without the journal, if that
@@ -204,7 +204,7 @@ func (h *Host) Start(ctx context.Context) error {
 	return nil
 }
 
-// Wait returns when all operations have ended. They end when the context of Start ends.
+// Wait returns when all operations have ended. They end when the context of NewHost ends.
 func (h *Host) Wait() { h.work.Wait() }
 
 type prober struct {

@@ -82,7 +82,7 @@ func (f *fixture) start() {
 	with := f.with
 	with.Guest, with.AppSocket, with.StateFile, with.Config = gpuctlv1connect.NewGuestServiceClient(f.front.Client(), f.front.URL), "/app", f.state, c
 	with.Root, with.PCI, with.NVML, with.Cluster, with.Log = root, pci.NewScanner(root), f.nvml, f.node, slog.New(slog.DiscardHandler)
-	host, err := NewHost(with)
+	host, err := NewHost(ctx, with)
 	if err != nil {
 		f.t.Fatal(err)
 	}
@@ -325,7 +325,7 @@ func TestLateListRevivesNothing(t *testing.T) {
 		_, _ = w.Write(answer.Body.Bytes())
 	}))
 	defer slow.Close()
-	h, err := NewHost(HostConfig{
+	h, err := NewHost(t.Context(), HostConfig{
 		Guest: gpuctlv1connect.NewGuestServiceClient(slow.Client(), slow.URL), Cluster: f.node,
 		StateFile: filepath.Join(t.TempDir(), "late.json"), Root: fstest.MapFS{"proc": {Mode: fs.ModeDir}}, Log: slog.New(slog.DiscardHandler),
 	})
@@ -389,7 +389,7 @@ func TestLateWordOfStreamRevivesNothing(t *testing.T) {
 	mux.Handle(gpuctlv1connect.NewGuestServiceHandler(puppet{f.guest, say}))
 	front := httptest.NewServer(mux)
 	defer front.Close()
-	h, err := NewHost(HostConfig{
+	h, err := NewHost(t.Context(), HostConfig{
 		Guest: gpuctlv1connect.NewGuestServiceClient(front.Client(), front.URL), Cluster: f.node,
 		StateFile: filepath.Join(t.TempDir(), "late.json"), Root: fstest.MapFS{"proc": {Mode: fs.ModeDir}}, Log: slog.New(slog.DiscardHandler),
 	})

@@ -41,7 +41,7 @@ const mostListed = 2 * maxLent
 const longestAnswer = 200
 
 // Servers are the service VMs of this host. servicevm.Registry implements it. It is asked under
-// h.mu, and calls the host without a lock of its own.
+// h.mu. What changes it, servicevm.Keeper, calls the host without a lock.
 type Servers interface {
 	GPUs() []servicevm.GPU
 	// Client returns the way to the gpuguest of a service VM.
