@@ -70,7 +70,7 @@ func load(t *testing.T) dashboard {
 // exported are the series that hostd exports, with their labels.
 func exported(t *testing.T) map[string][]string {
 	t.Helper()
-	m := metrics.New(metrics.Sources{})
+	m := metrics.New(metrics.NewCounters(), metrics.Sources{})
 	all := map[string][]string{}
 	for _, d := range m.Definitions() {
 		if d.Type != "histogram" {

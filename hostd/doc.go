@@ -11,6 +11,10 @@
 //   - telemetry: metrics, traces, and notifications to systemd;
 //   - command and config: the command line and the configuration file.
 //
+// A part gets what it needs when it is made, and serves nobody before all are made. So what two
+// parts need of each other is a third one, made before both: the records of migrations, where
+// VMs are, the registry of service VMs. Only the node calls what calls it: see member.Served.
+//
 // hostd and gpuguest may be killed at any moment. Each package that writes files
 // documents what it does with them at the next start.
 package hostd

@@ -9,10 +9,8 @@ import (
 
 	"github.com/gpuctl/gpuctl/hostd/cards/platform"
 	"github.com/gpuctl/gpuctl/hostd/mediated"
-	"github.com/gpuctl/gpuctl/hostd/sessions"
 	"github.com/gpuctl/gpuctl/internal/durable"
 	"github.com/gpuctl/gpuctl/internal/hook/wire"
-	"github.com/gpuctl/gpuctl/mmio/server"
 )
 
 // domains asks Xen for the domains of VMs.
@@ -32,24 +30,24 @@ func (d domains) Of(ctx context.Context) (map[string]mediated.Domain, error) {
 var errNoXen = errors.New("this host is no control domain of Xen, so no VM can have a part of it")
 
 // mediate makes the keeper of the mediated GPUs in the configuration.
-func (m *wiring) mediate(o Options, host *sessions.Host, dir string) (err error) {
+func (m *wiring) mediate(o Options) (*mediated.Keeper, error) {
 	var gpus []mediated.GPU
 	for _, g := range o.Config.MMIO.GPUs {
 		model, err := g.Model()
 		if err != nil {
-			return err
+			return nil, err
 		}
 		gpus = append(gpus, mediated.GPU{Name: g.Name, Model: model})
 	}
 	program, err := os.Executable()
 	if err != nil {
-		return err
+		return nil, err
 	}
 	processes := &mediated.Processes{Program: program, Dir: filepath.Join(o.Dir, "mmio"), GPUs: gpus, Log: o.Log}
-	m.mediated, err = mediated.New(mediated.Config{
-		GPUs: gpus, File: filepath.Join(dir, "mediated.json"), Domains: domains{m.cards}, VMs: m.cards.Keeper.VMs, Cluster: m.node,
+	return mediated.New(mediated.Config{
+		GPUs: gpus, File: filepath.Join(o.records(), "mediated.json"), Domains: domains{m.platform}, VMs: m.platform.Cards.VMs, Cluster: m.node,
 		Process: func(ctx context.Context, gpu string) (mediated.Process, error) {
-			if !m.cards.Xen() {
+			if !m.platform.Xen() {
 				return nil, errNoXen
 			}
 			return processes.Get(ctx, gpu)
@@ -63,23 +61,6 @@ func (m *wiring) mediate(o Options, host *sessions.Host, dir string) (err error)
 			}
 			return errors.Join(lines(wire.PartsName, have), lines(wire.ArrivalsName, arrive))
 		},
-		Over: func(ctx context.Context, migration string) (over, here bool) {
-			return host.Migrations.Over(ctx, migration)
-		},
-		Event: host.RecordCardEvent, Log: o.Log,
+		Over: m.records.Over, Settled: &m.partsSettled, Event: m.node.NoteGPU, Log: o.Log,
 	})
-	if err != nil {
-		return err
-	}
-	host.Mediated = m.mediated
-	m.cards.PrepareStart, m.cards.Arrived = m.mediated.PrepareStart, m.mediated.Arrived
-	return nil
-}
-
-// statuses returns what is known of parts of mediated GPUs, for metrics.
-func (m *wiring) statuses() map[string][]server.Status {
-	if m.mediated == nil {
-		return nil
-	}
-	return m.mediated.Statuses()
 }

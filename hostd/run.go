@@ -18,14 +18,11 @@ import (
 
 	"golang.org/x/net/netutil"
 
-	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/cluster/pki/throttle"
 	"github.com/gpuctl/gpuctl/hostd/config"
-	"github.com/gpuctl/gpuctl/hostd/sessions"
 	"github.com/gpuctl/gpuctl/hostd/telemetry/systemd"
 	"github.com/gpuctl/gpuctl/internal/rundir"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
-	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
 const shutdown = 5 * time.Second
@@ -66,21 +63,14 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	defer listener.Close()
-	host, err := sessions.NewHost(sessions.HostConfig{
-		Guest:     gpuctlv1connect.NewGuestServiceClient(unixrpc.Client(guest.Socket()), "http://guest"),
-		AppSocket: guest.AppSocket(), StateFile: filepath.Join(o.Dir, "state.json"),
-		Config: o.Config, Root: o.Root, PCI: pci.NewScanner(o.Root), Log: o.Log,
-	})
-	if err != nil {
-		return err
-	}
-	wired, err := o.join(ctx, host)
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, wired.close()) }()
 	work, stop := context.WithCancel(ctx)
 	defer stop()
+	wired, err := o.join(ctx, work, guest)
+	if err != nil {
+		return err
+	}
+	host := wired.host
+	defer func() { err = errors.Join(err, wired.close()) }()
 	var wg sync.WaitGroup
 	failed := make(chan error, 4)
 	watched, err := o.serveMetrics(wired, failed)
@@ -91,19 +81,19 @@ func Run(ctx context.Context, o Options) (err error) {
 	notify := systemd.New(o.Log)
 	wg.Go(func() { wired.metrics.Follow(work) })
 	wg.Go(func() {
-		if err := wired.cards.Run(work); err != nil {
+		if err := wired.runner.Run(work); err != nil {
 			failed <- err
 		}
 	})
 	wg.Go(func() { wired.mediated.Run(work) })
-	wg.Go(func() { wired.cards.FollowDomains(work, wired.mediated.Kick) })
-	wg.Go(func() { host.Migrations.Run(work) })
+	wg.Go(func() { wired.platform.FollowDomains(work, wired.mediated.Kick) })
+	wg.Go(func() { wired.migrations.Run(work) })
 	wg.Go(func() { wired.borrow.Run(work) })
 	wg.Go(func() { wired.serving.Run(work) })
 	if wired.lend != nil {
 		wg.Go(func() { wired.lend.Serve(work) })
 	}
-	wg.Go(func() { wired.sweep(work, host) })
+	wg.Go(func() { wired.sweep(work, o.Log) })
 	wg.Go(func() { o.reload(work, wired, notify) })
 	wg.Go(func() { notify.Watch(work, host.Alive) })
 	server, limited := o.clients(wired, listener)

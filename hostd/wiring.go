@@ -5,13 +5,15 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
-	"net/netip"
+	"net/http"
 	"os"
 	"os/user"
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"connectrpc.com/connect"
@@ -23,6 +25,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/guest/lease"
 	"github.com/gpuctl/gpuctl/hostd/borrow"
+	"github.com/gpuctl/gpuctl/hostd/cards"
 	"github.com/gpuctl/gpuctl/hostd/cards/cardapi"
 	"github.com/gpuctl/gpuctl/hostd/cards/platform"
 	"github.com/gpuctl/gpuctl/hostd/config"
@@ -31,7 +34,6 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/lend"
 	"github.com/gpuctl/gpuctl/hostd/mediated"
 	"github.com/gpuctl/gpuctl/hostd/member"
-	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
 	"github.com/gpuctl/gpuctl/hostd/migration"
 	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
 	"github.com/gpuctl/gpuctl/hostd/migration/stash"
@@ -41,32 +43,46 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/telemetry/metrics"
 	"github.com/gpuctl/gpuctl/hostd/telemetry/trace"
 	"github.com/gpuctl/gpuctl/internal/rundir"
+	"github.com/gpuctl/gpuctl/internal/unixrpc"
 	"github.com/gpuctl/gpuctl/internal/virt"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 )
 
-// wiring has the parts of a host other than its sessions, in the order in which they are
-// made.
+// wiring has the parts of a host, in the order in which they are made. Each part gets what it
+// needs when it is made, so what is above knows nothing of what is below. Only the node and
+// what it serves need each other: it gets that from Start, the last step.
 type wiring struct {
-	node   *member.Node
-	audit  *access.AuditLog
-	nvml   *nvml.Client
-	cards  *platform.Platform
-	guests *endpoint.Guests
+	audit    *access.AuditLog // nil: no audit trail
+	nvml     *nvml.Client
+	counters *metrics.Counters
+	tracer   *trace.Tracer // nil: no traces
+	port     net.Listener  // for carriers of other hosts; nil: no GPU is lent
+	node     *member.Node
+	records  migration.Records
 
+	platform *platform.Platform
+	network  *network.Host
+	at       endpoint.Whereabouts
+	guests   *endpoint.Guests
+	servers  *servicevm.Registry
+
+	// What is set when the keepers of cards and of mediated GPUs know who has which. The
+	// sessions, which the keepers need, wait for it.
+	cardsSettled, partsSettled atomic.Bool
+
+	host     *sessions.Host
+	lend     *lend.Port // nil: no GPU is lent
+	serving  *servicevm.Keeper
+	cards    *cards.Keeper
 	mediated *mediated.Keeper
+	runner   *platform.Runner
 
-	lend   *lend.Port     // nil: no GPU is lent
-	borrow *borrow.Keeper // of VMs
-
-	serving *servicevm.Keeper
-
-	network *network.Host
-	rate    uint64 // limit for sending VMs, bytes per second; 0: not limited
-
-	metrics *metrics.Metrics
-	tracer  *trace.Tracer // nil: no traces
+	site       *endpoint.Local
+	borrow     *borrow.Keeper // of VMs
+	devices    *cardapi.API
+	migrations *migration.Manager
+	metrics    *metrics.Metrics
 }
 
 // listen opens the API's socket. In a cluster, access is decided for each caller, so
@@ -108,17 +124,15 @@ func makeData(dir string) error {
 	return nil
 }
 
-// join makes the parts of the host in order: metrics, then the node, which is in no
-// cluster yet, then what uses the node. At the end it starts the node, which serves all
-// of them and takes up its former membership.
-func (o Options) join(ctx context.Context, host *sessions.Host) (m *wiring, err error) {
-	m = &wiring{nvml: nvml.New(nvml.Config{Log: o.Log})}
+// join makes the parts of the host in order. At the end it starts the node, which serves all
+// of them and takes up its former membership. Operations on sessions end with work.
+func (o Options) join(ctx, work context.Context, guest *Guest) (m *wiring, err error) {
+	m = &wiring{nvml: nvml.New(nvml.Config{Log: o.Log}), counters: metrics.NewCounters()}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, m.close())
 		}
 	}()
-	host.NVML = m.nvml
 	name, err := hostName(o.Config.Cluster)
 	if err != nil {
 		return m, err
@@ -132,47 +146,69 @@ func (o Options) join(ctx context.Context, host *sessions.Host) (m *wiring, err 
 			return m, fmt.Errorf("audit trail: %w", err)
 		}
 	}
-	if err := m.observe(ctx, o, host, name); err != nil {
-		return m, err
+	t := o.Config.Tracing
+	m.tracer, err = trace.New(ctx, trace.Config{
+		Endpoint: t.Endpoint, Insecure: t.Insecure, SampleRatio: t.Sample, Version: o.Version, Host: name, Log: o.Log,
+	})
+	if err != nil {
+		return m, fmt.Errorf("tracing: %w", err)
 	}
-	if err := m.openPort(ctx, o, host); err != nil {
+	if m.port, err = o.openPort(ctx); err != nil {
 		return m, err
 	}
 	c := o.Config.Cluster
 	m.node = member.New(ctx, member.Config{
 		Dir: o.Data, Name: name, Listen: cmp.Or(c.Listen, config.DefaultListen), Advertise: c.Advertise, Version: o.Version,
-		Host: host, Local: func() access.LocalPolicy { return policy }, Audit: m.audit,
+		Local: func() access.LocalPolicy { return policy }, Audit: m.audit,
 		Timing: replica.Fast().Stretched(cmp.Or(c.RaftMultiplier, 1)), Members: replica.Members{MaxVoters: c.Voters, Lost: c.Lost(), Zone: c.Zone},
-		Lender: m.lender(host), LendAddress: m.lendAddress,
-		Services: host.Handle, Interceptors: []connect.Interceptor{m.metrics.Interceptor()}, Refused: m.metrics.Refused, Logger: o.Log,
+		Interceptors: []connect.Interceptor{m.counters.Interceptor()}, Refused: m.counters.Refused, Logger: o.Log,
 	})
-	host.Cluster = m.node
-	if err := m.open(ctx, o, host, name); err != nil {
+	m.records = migration.NewRecords(m.node)
+	scanner := pci.NewScanner(o.Root)
+	if err := m.detect(ctx, o, scanner, name); err != nil {
 		return m, err
 	}
-	return m, m.node.Start(ctx)
+	if err := m.makeSessions(work, o, guest, scanner); err != nil {
+		return m, err
+	}
+	if err := m.makeKeepers(o); err != nil {
+		return m, err
+	}
+	if err := m.makeMigrations(o); err != nil {
+		return m, err
+	}
+	m.metrics = metrics.New(m.counters, metrics.Sources{
+		View: m.node.View, Status: m.node.Status, Health: m.node.Health, Skipped: m.node.Skipped, Facts: m.node.Facts,
+		Audit: m.audit.Counts, Mediated: m.mediated.Statuses, Version: o.Version, Log: o.Log,
+	})
+	served := member.Served{Host: sessions.NewReport(m.host, m.cards, m.mediated), Services: m.handle}
+	if m.port != nil {
+		served.Lender, served.LendAddress = m.host, m.lendAddress
+	}
+	return m, m.node.Start(ctx, served)
 }
 
-// open finds out which hypervisor runs, and which cards VMs have.
-func (m *wiring) open(ctx context.Context, o Options, host *sessions.Host, name string) (err error) {
-	dir := cmp.Or(o.Data, o.Dir)
-	m.cards, err = platform.Open(ctx, platform.Options{
-		Config: o.Config.Devices, Dev: o.Data == "", Root: sysfs.Dir("/"), PCI: host.PCI, Dir: dir, RunDir: o.Dir, Cluster: m.node, GPUs: host.DetectedGPUs,
-		LetGo: m.letGo, Event: host.RecordCardEvent, Log: o.Log,
+// handle adds the host's services to the node's.
+func (m *wiring) handle(mux *http.ServeMux, options ...connect.HandlerOption) {
+	m.devices.Handle(mux, options...)
+	m.site.Handle(mux, options...)
+	m.migrations.Handle(mux, options...)
+	m.host.Handle(mux, options...)
+}
+
+// detect finds out which hypervisor runs, and what there is of VMs. It changes nothing but
+// the limits that a former migration has left.
+func (m *wiring) detect(ctx context.Context, o Options, scanner *pci.Scanner, name string) (err error) {
+	m.platform, err = platform.Open(ctx, platform.Options{
+		Config: o.Config.Devices, Dev: o.Data == "", Root: sysfs.Dir("/"), PCI: scanner, Dir: o.records(), LetGo: m.letGo, Log: o.Log,
 	})
 	if err != nil {
 		return err
 	}
-	host.Cards = m.cards
+	if o.Config.Devices.MigrationTLS && m.platform.Client != nil && m.platform.Client.Driver() == virt.Xen {
+		return errors.New("devices.migrationTLS: libxl sends the memory of VMs unencrypted; leave it out, and use a network of your own for the cluster's addresses")
+	}
 	if m.network, err = network.Open(sysfs.Dir("/")); err != nil {
-		return err
-	}
-	if err := m.mediate(o, host, dir); err != nil {
-		return err
-	}
-	nics := &cardapi.NICs{Network: m.network, Peers: m.peers, Log: o.Log}
-	host.Devices = cardapi.New(mediated.Both{CardKeeper: m.cards.Keeper, Mediated: m.mediated}, nics, m.node, o.Log)
-	if m.rate, err = o.Config.Devices.Rate(); err != nil {
 		return err
 	}
 	if o.Data != "" { // hostd --dev sends no VMs, and does not remove other daemons' limits
@@ -183,17 +219,102 @@ func (m *wiring) open(ctx context.Context, o Options, host *sessions.Host, name 
 			o.Log.Info("limits of a former migration lifted", "limits", len(lifted))
 		}
 	}
-	if o.Config.Devices.MigrationTLS && m.cards.Client != nil && m.cards.Client.Driver() == virt.Xen {
-		return errors.New("devices.migrationTLS: libxl sends the memory of VMs unencrypted; leave it out, and use a network of your own for the cluster's addresses")
+	m.at = endpoint.Whereabouts{Name: name, Client: m.platform.Client, Peer: m.node.Site, Member: neighbours{m.node}.knows, Log: o.Log}
+	m.guests = endpoint.NewGuests(endpoint.GuestsConfig{
+		Channels: m.at, Cards: scanner.Cards, Vchan: m.platform.Vchan, Console: m.platform.Scheme() == "xen", Locks: o.Dir, Log: o.Log,
+	})
+	file := ""
+	if o.Data != "" {
+		file = filepath.Join(o.Data, "service-vms.json")
+	}
+	m.servers, err = servicevm.NewRegistry(file, name, agents{m.at, m.guests})
+	return err
+}
+
+// records is the folder for what outlives hostd.
+func (o Options) records() string { return cmp.Or(o.Data, o.Dir) }
+
+// makeSessions makes what has the sessions of this host, and the port at which it lends GPUs.
+func (m *wiring) makeSessions(work context.Context, o Options, guest *Guest, scanner *pci.Scanner) (err error) {
+	c := sessions.HostConfig{
+		Guest:     gpuctlv1connect.NewGuestServiceClient(unixrpc.Client(guest.Socket()), "http://guest"),
+		AppSocket: guest.AppSocket(), StateFile: filepath.Join(o.Dir, "state.json"),
+		Config: o.Config, Root: o.Root, PCI: scanner, Cluster: m.node, Pending: m.records.Pending, VMs: lentVMs{m.at, m.records}, Servers: m.servers,
+		NVML: m.nvml, Catalog: m.platform.Catalog.Lookup, Settled: []*atomic.Bool{&m.cardsSettled, &m.partsSettled},
+		Metrics: m.counters, Tracer: m.tracer, Log: o.Log,
+	}
+	if m.port != nil {
+		c.LendAddress = func() string {
+			address, err := m.node.Address(m.node.HostName())
+			if err != nil {
+				return ""
+			}
+			return m.carriersAt(address)
+		}
+	}
+	if m.host, err = sessions.NewHost(work, c); err != nil {
+		return err
+	}
+	if m.port != nil {
+		m.lend = lend.New(lend.Config{Listener: m.port, Expects: m.host.Expects, Socket: filepath.Join(o.Dir, "guest", lease.SocketName), Log: o.Log})
+	}
+	return nil
+}
+
+// makeKeepers makes the keepers of what VMs have of this host.
+func (m *wiring) makeKeepers(o Options) (err error) {
+	m.serving = servicevm.NewKeeper(servicevm.Config{Registry: m.servers, Claims: m.host, Loopback: neighbours{m.node}.loopback, Log: o.Log})
+	m.cards, err = cards.New(cards.Config{
+		Platform: m.platform.Cards, File: filepath.Join(o.records(), "cards.json"), Guests: m.guests, Serving: m.serving, Cluster: m.node,
+		GPUs: m.host.DetectedGPUs, Settled: &m.cardsSettled, Pending: m.records.Pending, Event: m.node.NoteGPU, Log: o.Log, Park: o.Config.Devices.Park,
+	})
+	if err != nil {
+		return err
+	}
+	if m.mediated, err = m.mediate(o); err != nil {
+		return err
+	}
+	m.runner = &platform.Runner{Platform: m.platform, Dir: o.Dir, Keeper: m.cards, Parts: m.mediated, Event: m.node.NoteGPU}
+	return nil
+}
+
+// makeMigrations makes what moves VMs, and what operators change them with.
+func (m *wiring) makeMigrations(o Options) (err error) {
+	if m.site, err = m.endpoint(o); err != nil {
+		return err
+	}
+	m.borrow = borrow.New(borrow.Config{Node: m.node, Site: m.site, VMs: m.platform.Cards.VMs, Log: o.Log})
+	nics := &cardapi.NICs{Network: m.network, Peers: neighbours{m.node}.peers, Log: o.Log}
+	m.devices = cardapi.New(mediated.Both{CardKeeper: m.cards, Mediated: m.mediated}, nics, m.node, o.Log)
+	m.devices.Remote = m.borrow
+	m.devices.Service = servicevm.NewService(servicevm.ServiceConfig{Keeper: m.serving, VMs: m.platform.Cards.VMs, Cards: m.cards})
+	m.migrations = migration.New(migration.Config{
+		Node: m.node, VMs: m.devices.Everywhere, Ready: m.host.Ready, Most: o.Config.Devices.Migrations, Log: o.Log,
+		Rehearse: m.site.Rehearse,
+	})
+	return nil
+}
+
+// endpoint makes this host's part in migrations.
+func (m *wiring) endpoint(o Options) (*endpoint.Local, error) {
+	rate, err := o.Config.Devices.Rate()
+	if err != nil {
+		return nil, err
+	}
+	fence, states, err := m.memory(o)
+	if err != nil {
+		return nil, err
 	}
 	uri := o.Config.Devices.MigrateURI
 	if uri == "" {
-		uri = m.cards.Scheme() + "+tls://{address}/system"
+		uri = m.platform.Scheme() + "+tls://{address}/system"
 	}
-	host.Site = &endpoint.Local{
-		Name: name, Keeper: m.cards.Keeper, Client: m.cards.Client, VMs: m.cards.Keeper.VMs, Files: statFile, Log: o.Log,
-		Parts:  m.mediated,
-		Unsafe: o.Config.Devices.UnsafeDisks, TLS: o.Config.Devices.MigrationTLS,
+	hosts := neighbours{m.node}
+	l := &endpoint.Local{
+		Whereabouts: m.at, Guests: m.guests, Keeper: m.cards, VMs: m.platform.Cards.VMs, Parts: m.mediated, Serves: m.servers.Serves,
+		Fence: fence, Stash: states,
+		Party: m.records.Party, Borrows: m.records.Borrows, MovedTo: m.records.MovedTo,
+		Files: statFile, Unsafe: o.Config.Devices.UnsafeDisks, TLS: o.Config.Devices.MigrationTLS,
 		URI: func(to string) (string, string, error) {
 			address, err := m.node.Address(to)
 			if strings.Contains(address, ":") {
@@ -203,125 +324,78 @@ func (m *wiring) open(ctx context.Context, o Options, host *sessions.Host, name 
 		},
 		Link: func(_ context.Context, from string) uint64 {
 			link := slowest(m.node.View(), from, m.node.HostName())
-			if m.rate > 0 && (link == 0 || m.rate < link) {
-				return m.rate
+			if rate > 0 && (link == 0 || rate < link) {
+				return rate
 			}
 			return link
 		},
-		Locks: func() virt.Locks { return virt.LocksOf(sysfs.Dir("/"), virt.Driver(m.cards.Scheme())) }, Others: m.others,
-		Rate: m.rate, Follow: m.follow, Peer: func(to string) (gpuctlv1connect.SiteServiceClient, error) { return m.node.Site(to) },
+		Locks:  func() virt.Locks { return virt.LocksOf(sysfs.Dir("/"), virt.Driver(m.platform.Scheme())) },
+		Others: hosts.others, Rate: rate,
+		Follow: func(ctx context.Context, to string) (endpoint.Flow, error) {
+			address, err := hosts.address(ctx, to)
+			if err != nil {
+				return nil, err
+			}
+			return m.network.Follow(ctx, address, 8*rate)
+		},
 	}
-	m.guests = endpoint.NewGuests(host.Site, host.PCI.Cards, o.Log)
-	m.guests.Locks = o.Dir
-	m.guests.Console, m.guests.Vchan = m.cards.Scheme() == "xen", m.cards.Vchan
-	host.Site.Guests = m.guests
-	if o.Data != "" { // hostd --dev migrates no VMs
-		if host.Site.Fence, err = endpoint.OpenFence(filepath.Join(o.Data, "migration-tokens.json"), func() string { return m.node.Status().GetClusterId() }); err != nil {
-			return err
-		}
-		host.Site.Stash, err = stash.Open(stash.Config{Dir: filepath.Join(o.Dir, "stash"), Log: o.Log, Limit: func(used uint64) (uint64, error) {
-			return o.Config.Devices.StashLimit(used, func() (uint64, error) {
-				_, free, err := hostinfo.Load(o.Root)
-				return free, err
-			})
-		}})
-		if err != nil {
-			return err
-		}
+	if m.port != nil {
+		l.Lender, l.Grants = m.host, m.host
 	}
-	host.Migrations = migration.New(migration.Config{
-		Node: m.node, VMs: host.Devices.Everywhere, Ready: host.Ready, Most: o.Config.Devices.Migrations, Log: o.Log,
-		Rehearse: host.Site.Rehearse,
-	})
-	host.Site.Party, host.Site.Borrows, host.Pending = host.Migrations.Party, host.Migrations.Borrows, host.Migrations.Pending
-	host.Site.MovedTo, host.Site.Member = host.Migrations.MovedTo, m.knows
-	if m.lend != nil {
-		host.Site.Lender, host.Site.Grants = host, host
-	}
-	host.VMs = lentVMs{host.Site, host.Migrations}
-	m.borrow = borrow.New(borrow.Config{Node: m.node, Site: host.Site, VMs: m.cards.Keeper.VMs, Log: o.Log})
-	host.Devices.Remote = m.borrow
-	if err := m.serveVMs(o, host, name); err != nil {
-		return err
-	}
-	m.cards.Keeper.Guests, m.cards.Keeper.Pending = m.guests, host.Migrations.Pending
-	return nil
+	return l, nil
 }
 
-// serveVMs takes over the service VMs of this host.
-func (m *wiring) serveVMs(o Options, host *sessions.Host, name string) (err error) {
-	file := ""
-	if o.Data != "" {
-		file = filepath.Join(o.Data, "service-vms.json")
+// memory opens what a host keeps of migrations: which drivers were replaced, and the GPU
+// states that VMs have no room for.
+func (m *wiring) memory(o Options) (fence *endpoint.Fence, states *stash.Stash, err error) {
+	if o.Data == "" { // hostd --dev migrates no VMs
+		return nil, nil, nil
 	}
-	m.serving, err = servicevm.New(servicevm.Config{
-		File: file, Host: name, Site: host.Site, VMs: m.cards.Keeper.VMs, Cards: m.cards.Keeper, Claims: host, Loopback: m.loopback, Log: o.Log,
-	})
-	if err != nil {
-		return err
+	if fence, err = endpoint.OpenFence(filepath.Join(o.Data, "migration-tokens.json"), func() string { return m.node.Status().GetClusterId() }); err != nil {
+		return nil, nil, err
 	}
-	host.Servers, host.Devices.Service, host.Site.Serves, m.cards.Keeper.Serving = m.serving, m.serving, m.serving.Serves, m.serving
-	return nil
+	states, err = stash.Open(stash.Config{Dir: filepath.Join(o.Dir, "stash"), Log: o.Log, Limit: func(used uint64) (uint64, error) {
+		return o.Config.Devices.StashLimit(used, func() (uint64, error) {
+			_, free, err := hostinfo.Load(o.Root)
+			return free, err
+		})
+	}})
+	return fence, states, err
 }
 
-// loopback reports whether other hosts reach this one at an address of this machine only, as
-// in a test of several on one.
-func (m *wiring) loopback() bool {
-	address, err := m.node.Address(m.node.HostName())
-	if err != nil {
-		return false
-	}
-	at, err := netip.ParseAddr(address)
-	return err == nil && at.IsLoopback()
+// agents are the VMs of this host, and the gpuguests in them.
+type agents struct {
+	endpoint.Whereabouts
+	*endpoint.Guests
 }
 
-// lentVMs tells where the VMs are that have GPUs of this host.
+// lentVMs tells where the VMs are that have GPUs of this host, and which of them move.
 type lentVMs struct {
-	*endpoint.Local
-	*migration.Manager
-}
-
-// knows reports whether a host is in the cluster, or whether that is unknown.
-func (m *wiring) knows(host string) bool {
-	v := m.node.View()
-	return v == nil || v.Host(host) != nil
-}
-
-// others returns the names of the other hosts of the cluster.
-func (m *wiring) others() (names []string) {
-	v := m.node.View()
-	if v == nil {
-		return nil
-	}
-	for h := range v.Hosts() {
-		if h.GetName() != m.node.HostName() {
-			names = append(names, h.GetName())
-		}
-	}
-	return names
+	endpoint.Whereabouts
+	migration.Records
 }
 
 // sweep removes what interrupted migrations have left on this host: GPU states, and
 // copies of VMs.
-func (m *wiring) sweep(ctx context.Context, host *sessions.Host) {
-	if host.Site == nil || host.Site.Stash == nil {
+func (m *wiring) sweep(ctx context.Context, log *slog.Logger) {
+	if m.site.Stash == nil {
 		return
 	}
 	tick := time.NewTicker(sweepEvery)
 	defer tick.Stop()
 	for {
-		if err := host.Site.Stash.Sweep(host.Migrations.Ended); err != nil {
-			host.Log.Warn("GPU states of former migrations are left", "err", err)
+		if err := m.site.Stash.Sweep(m.records.Ended); err != nil {
+			log.Warn("GPU states of former migrations are left", "err", err)
 		}
-		for uuid, home := range host.Migrations.Away(ctx) {
+		for uuid, home := range m.records.Away(ctx) {
 			look, cancel := context.WithTimeout(ctx, sweepEvery)
-			cleared, err := host.Site.Clear(look, uuid, home)
+			cleared, err := m.site.Clear(look, uuid, home)
 			switch {
 			case errors.Is(err, endpoint.ErrTwice):
-				host.Log.Error("a VM runs on two hosts", "machine", uuid, "home", home, "err", err)
-				host.RecordHostEvent("MachineOnTwoHosts", err.Error())
+				log.Error("a VM runs on two hosts", "machine", uuid, "home", home, "err", err)
+				m.node.NoteHost("MachineOnTwoHosts", err.Error())
 			case err != nil && cleared:
-				host.Log.Warn("a copy of a VM is left", "machine", uuid, "home", home, "err", err)
+				log.Warn("a copy of a VM is left", "machine", uuid, "home", home, "err", err)
 			}
 			cancel()
 		}
@@ -334,40 +408,6 @@ func (m *wiring) sweep(ctx context.Context, host *sessions.Host) {
 }
 
 const sweepEvery = 30 * time.Second
-
-// follow counts what this host sends to another host during a migration, and limits it to
-// the configured rate.
-func (m *wiring) follow(ctx context.Context, to string) (endpoint.Flow, error) {
-	address, err := m.address(ctx, to)
-	if err != nil {
-		return nil, err
-	}
-	return m.network.Follow(ctx, address, 8*m.rate)
-}
-
-// address returns the address to which VMs for that host are sent.
-func (m *wiring) address(ctx context.Context, host string) (netip.Addr, error) {
-	name, err := m.node.Address(host)
-	if err != nil {
-		return netip.Addr{}, err
-	}
-	all, err := net.DefaultResolver.LookupNetIP(ctx, "ip", name)
-	if err != nil {
-		return netip.Addr{}, err
-	}
-	return all[0], nil
-}
-
-// peers returns the known addresses of other hosts.
-func (m *wiring) peers(ctx context.Context) map[string]netip.Addr {
-	out := map[string]netip.Addr{}
-	for _, host := range m.node.OtherHosts() {
-		if a, err := m.address(ctx, host); err == nil {
-			out[host] = a
-		}
-	}
-	return out
-}
 
 // statFile returns an error unless the file of a VM's disk exists.
 func statFile(path string) error {
@@ -405,78 +445,44 @@ func (m *wiring) letGo(ctx context.Context, _ []pci.Address) (resume func(), err
 	return m.nvml.Resume, nil
 }
 
-// observe makes metrics and traces. The node counts its calls with them, so they are made
-// first. They read the node's state only when they are read.
-func (m *wiring) observe(ctx context.Context, o Options, host *sessions.Host, name string) (err error) {
-	m.metrics = metrics.New(metrics.Sources{
-		View:    func() *state.View { return m.node.View() },
-		Status:  func() *clusterv1.StatusResponse { return m.node.Status() },
-		Health:  func() error { return m.node.Health() },
-		Skipped: func() uint64 { return m.node.Skipped() },
-		Facts:   func(ctx context.Context) (*clusterv1.HostFacts, error) { return m.node.Facts(ctx) },
-		Audit:   m.audit.Counts, Mediated: m.statuses,
-		Version: o.Version, Log: o.Log,
-	})
-	t := o.Config.Tracing
-	m.tracer, err = trace.New(ctx, trace.Config{
-		Endpoint: t.Endpoint, Insecure: t.Insecure, SampleRatio: t.Sample, Version: o.Version, Host: name, Log: o.Log,
-	})
-	if err != nil {
-		return fmt.Errorf("tracing: %w", err)
-	}
-	host.Metrics, host.Tracer = m.metrics, m.tracer
-	return nil
-}
-
-// openPort opens the port for carriers of other hosts. If the port that is used by default
-// is taken, this host lends nothing.
-func (m *wiring) openPort(ctx context.Context, o Options, host *sessions.Host) error {
+// openPort opens the port for carriers of other hosts; nil: this host lends nothing. So it is
+// if the port that is used by default is taken.
+func (o Options) openPort(ctx context.Context) (net.Listener, error) {
 	at := o.Config.Cluster.LendAt()
 	if o.Data == "" || at == "" { // hostd --dev has no other hosts
-		return nil
+		return nil, nil //nolint:nilnil // it lends nothing
 	}
 	var lc net.ListenConfig
 	l, err := lc.Listen(ctx, "tcp", at)
 	switch {
 	case err != nil && o.Config.Cluster.LendListen != "":
-		return fmt.Errorf("cluster.lendListen: %w", err)
+		return nil, fmt.Errorf("cluster.lendListen: %w", err)
 	case err != nil:
 		o.Log.Warn("this host lends no GPU: the port for that is taken; say another one as cluster.lendListen", "err", err)
-		return nil
+		return nil, nil //nolint:nilnil // it lends nothing
 	}
-	m.lend = lend.New(lend.Config{Listener: l, Expects: host.Expects, Socket: filepath.Join(o.Dir, "guest", lease.SocketName), Log: o.Log})
-	host.LendAddress = func() string {
-		address, err := m.node.Address(m.node.HostName())
-		if err != nil {
-			return ""
-		}
-		return net.JoinHostPort(address, strconv.Itoa(m.lend.Number()))
-	}
-	return nil
+	return l, nil
 }
 
-// lender returns who lends GPUs; nil: nobody.
-func (m *wiring) lender(host *sessions.Host) clusterapi.Lender {
-	if m.lend == nil {
-		return nil
-	}
-	return host
+// carriersAt returns where carriers reach this host, which others reach at an address.
+func (m *wiring) carriersAt(address string) string {
+	return net.JoinHostPort(address, strconv.Itoa(lend.Number(m.port)))
 }
 
-// lendAddress returns where carriers reach this host, whose address in the cluster is
-// given; empty: nowhere.
+// lendAddress returns where carriers reach this host, whose address in the cluster, with a
+// port, is given; empty: nowhere.
 func (m *wiring) lendAddress(address string) string {
 	name, _, err := net.SplitHostPort(address)
-	if err != nil || m.lend == nil {
+	if err != nil {
 		return ""
 	}
-	return net.JoinHostPort(name, strconv.Itoa(m.lend.Number()))
+	return m.carriersAt(name)
 }
 
 func (m *wiring) close() error {
 	var errs []error
-	if m.lend != nil {
-		_ = m.lend.Listener.Close()
+	if m.port != nil {
+		_ = m.port.Close()
 	}
 	if m.tracer != nil {
 		ctx, cancel := context.WithTimeout(context.Background(), shutdown)
@@ -494,8 +500,8 @@ func (m *wiring) close() error {
 	if m.network != nil {
 		m.network.Close()
 	}
-	if m.cards != nil {
-		errs = append(errs, m.cards.Close())
+	if m.platform != nil {
+		errs = append(errs, m.platform.Close())
 	}
 	if m.nvml != nil {
 		errs = append(errs, m.nvml.Close())

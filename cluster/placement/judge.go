@@ -184,6 +184,9 @@ func (r *run) borrows(h *host) bool {
 // LabelVM is the label of a claim by which a VM has a remote GPU: the VM's UUID.
 const LabelVM = "gpuctl.vm"
 
+// LabelManagedBy is the label of a claim that a host has made: the host's id.
+const LabelManagedBy = "gpuctl.managed-by"
+
 // wantsMediated reports whether the claim may get a part of a mediated GPU: it names a
 // profile, or its expression is about kinds. Nobody else gets a software GPU by surprise.
 func (r *run) wantsMediated() bool {

@@ -78,8 +78,8 @@ func newHosts(t *testing.T, v *testVM, cards map[string]oneCard) (a, b *awayHost
 		if err != nil {
 			t.Fatal(err)
 		}
-		h.Local = &endpoint.Local{Name: name, Keeper: card, Stash: s, Log: log}
-		h.Guests = endpoint.NewGuests(oneChannel(v.console.Socket()), nil, log)
+		h.Local = &endpoint.Local{Whereabouts: endpoint.Whereabouts{Name: name, Log: log}, Keeper: card, Stash: s}
+		h.Guests = endpoint.NewGuests(endpoint.GuestsConfig{Channels: oneChannel(v.console.Socket()), Log: log})
 		t.Cleanup(func() { h.Guests.Close() })
 		h.Peer = func(host string) (gpuctlv1connect.SiteServiceClient, error) { return all[host].service, nil }
 		h.Party = func(m *gpuctlv1.SiteMachine, other string) error {

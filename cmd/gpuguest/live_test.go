@@ -113,7 +113,7 @@ func newLendingHost(t *testing.T, v *testVM, where func() string, record func() 
 			t.Log(log)
 		}
 	})
-	local := &endpoint.Local{Name: "h3", Lender: h, Borrows: h.borrows, Log: slog.New(slog.DiscardHandler)}
+	local := &endpoint.Local{Whereabouts: endpoint.Whereabouts{Name: "h3", Log: slog.New(slog.DiscardHandler)}, Lender: h, Borrows: h.borrows}
 	mux := http.NewServeMux()
 	local.Handle(mux)
 	srv := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

@@ -53,6 +53,21 @@ func Give(ctx context.Context, conn *net.UnixConn, name string, f *os.File) erro
 	return nil
 }
 
+// Listen opens a socket of an executor, for its own user and root. It replaces one that is
+// there.
+func Listen(path string) (*net.UnixListener, error) {
+	_ = os.Remove(path)
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
+	if err != nil {
+		return nil, fmt.Errorf("listen: %w", err)
+	}
+	if err := os.Chmod(path, 0o600); err != nil {
+		l.Close()
+		return nil, fmt.Errorf("listen: %w", err)
+	}
+	return l, nil
+}
+
 // Serve calls take with each file that is handed over, until l is closed. Other errors, as
 // that no descriptors are left, pass: it goes on. take owns the file. Only root and the user of this process may hand files over.
 func Serve(l *net.UnixListener, take func(name string, f *os.File)) error {

@@ -66,17 +66,11 @@ const (
 
 // alone marks a VM as being changed until end is called.
 func (k *Keeper) alone(m vm.VM) (end func(), err error) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	if k.busy[m.UUID] {
+	end, ok := k.busy.Begin(m.UUID)
+	if !ok {
 		return nil, reason.Errorf(reason.Busy, "the remote GPU of VM %s is being changed just now", m.Name).On("vm", m.Name)
 	}
-	k.busy[m.UUID] = true
-	return func() {
-		k.mu.Lock()
-		defer k.mu.Unlock()
-		delete(k.busy, m.UUID)
-	}, nil
+	return end, nil
 }
 
 // Attach lends a GPU of a host to a VM of this host. It goes on if the caller leaves.

@@ -13,8 +13,10 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/cluster/placement"
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
+	"github.com/gpuctl/gpuctl/internal/busy"
 	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/internal/wait"
 	"github.com/gpuctl/gpuctl/migrate"
@@ -72,11 +74,11 @@ type Keeper struct {
 	Config
 	wake chan struct{}
 	work sync.WaitGroup
+	busy busy.Set // VMs, by UUID, of which something is being changed
 
 	mu     sync.Mutex
 	served map[string]*served // by UUID
 	held   map[string]bool    // VMs, by UUID, whose GPU is being detached
-	busy   map[string]bool    // VMs, by UUID, of which something is being changed
 }
 
 // served is a VM that is told of its GPU.
@@ -106,11 +108,8 @@ func New(c Config) *Keeper {
 	if c.Tell == 0 {
 		c.Tell = tellFor
 	}
-	return &Keeper{Config: c, wake: make(chan struct{}, 1), served: map[string]*served{}, held: map[string]bool{}, busy: map[string]bool{}}
+	return &Keeper{Config: c, wake: make(chan struct{}, 1), served: map[string]*served{}, held: map[string]bool{}}
 }
-
-// managedBy is the label of claims with the id of the host that has made them.
-const managedBy = "gpuctl.managed-by"
 
 // lentOf returns what a claim in the log lends to a VM. ok is false if it is no lasting
 // claim of a VM, or has no GPU (any more).
@@ -121,7 +120,7 @@ func lentOf(v *state.View, c *clusterv1.Claim) (out lent, ok bool) {
 	}
 	for as := range v.AssignmentsOfClaim(c.GetId()) {
 		h, g := v.Host(as.GetHost()), v.GPU(as.GetGpu())
-		if as.GetResidence() == clusterv1.Residence_RESIDENCE_RELEASING || h == nil || g == nil || h.GetId() != c.GetLabels()[managedBy] {
+		if as.GetResidence() == clusterv1.Residence_RESIDENCE_RELEASING || h == nil || g == nil || h.GetId() != c.GetLabels()[placement.LabelManagedBy] {
 			continue
 		}
 		out = lent{

@@ -17,6 +17,7 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/cluster/placement"
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/hostd/cards"
 	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
@@ -89,7 +90,7 @@ func (w *world) bind(uuid, name, gpu string, memory uint64) {
 	w.apply(&clusterv1.Command{Op: &clusterv1.Command_PutClaim{PutClaim: &clusterv1.PutClaim{
 		Claim: &clusterv1.Claim{
 			Id: endpoint.LastingClaim(uuid), Count: 1, MinMemory: memory,
-			Labels: map[string]string{endpoint.LabelVM: uuid, endpoint.LabelName: name, managedBy: "id-" + migrate.HostOf(gpu)},
+			Labels: map[string]string{endpoint.LabelVM: uuid, endpoint.LabelName: name, placement.LabelManagedBy: "id-" + migrate.HostOf(gpu)},
 		},
 		Choices: []*clusterv1.Choice{{Gpu: gpu, Memory: memory}},
 	}}})
@@ -415,7 +416,7 @@ func TestTheHostOfAVMServesIt(t *testing.T) {
 	w.tells(k, fmt.Sprint("h2/low ", gib))
 	w.locked(func() {
 		w.apply(&clusterv1.Command{Op: &clusterv1.Command_PutClaim{PutClaim: &clusterv1.PutClaim{
-			Claim:   &clusterv1.Claim{Id: "mine", Count: 1, Labels: map[string]string{endpoint.LabelVM: web.UUID, managedBy: "id-h3"}},
+			Claim:   &clusterv1.Claim{Id: "mine", Count: 1, Labels: map[string]string{endpoint.LabelVM: web.UUID, placement.LabelManagedBy: "id-h3"}},
 			Choices: []*clusterv1.Choice{{Gpu: "h1/mid"}},
 		}}})
 	})

@@ -209,7 +209,7 @@ func (k *Keeper) choose(ctx context.Context, m vm.Info, r *gpuctlv1.AttachReques
 	if r.GetStoredOnly() {
 		return fmt.Errorf("%w: name the gpu that the stored definition is to have", ErrInvalid)
 	}
-	gpus, err := k.GPUs(ctx)
+	gpus, err := k.gpus(ctx)
 	if err != nil {
 		return err
 	}
@@ -438,7 +438,7 @@ func (k *Keeper) Cards(ctx context.Context) ([]*gpuctlv1.Card, error) {
 	if err != nil {
 		return nil, err
 	}
-	gpus, err := k.GPUs(ctx)
+	gpus, err := k.gpus(ctx)
 	if err != nil {
 		return nil, err
 	}

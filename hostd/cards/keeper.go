@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
@@ -115,10 +116,10 @@ type Isolation interface {
 	Report(ctx context.Context, card *pci.Card) (*gpuctlv1.IsolationResponse, error)
 }
 
-// Config has what a Keeper depends on, and its settings.
-type Config struct {
+// Platform is what a Keeper needs of the host's hardware and hypervisor. Package platform
+// finds it.
+type Platform struct {
 	PCI        *pci.Scanner // reads the host's PCI devices
-	File       string       // path of the record
 	Binder     Binder
 	Resetter   Resetter
 	Hypervisor Hypervisor
@@ -126,11 +127,21 @@ type Config struct {
 	Isolation  Isolation
 	Slicer     Slicer   // nil: no slices, only whole cards
 	Mediated   Mediated // nil: no mediated devices, only PCI functions
-	Guests     Guests   // nil: no VM has an agent
-	Serving    Serving  // nil: no VM is a service VM
-	Cluster    Cluster
-	// GPUs returns the host's GPUs with their names in the inventory.
+}
+
+// Config has what a Keeper depends on, and its settings.
+type Config struct {
+	Platform
+	File    string  // path of the record
+	Guests  Guests  // nil: no VM has an agent
+	Serving Serving // nil: no VM is a service VM
+	Cluster Cluster
+	// GPUs returns the host's GPUs as their sources name them. The keeper knows the names
+	// that cards had when they were taken.
 	GPUs func(ctx context.Context) ([]*clusterv1.GPU, error)
+	// Settled is set when Uses, Knows and Held are complete: Reconcile has succeeded once.
+	// nil: nobody asks.
+	Settled *atomic.Bool
 	// Pending reports whether a migration has not ended, or whether its state is unknown
 	// now. nil: no migrations.
 	Pending func(ctx context.Context, migration string) bool
@@ -178,7 +189,6 @@ type Keeper struct {
 	missing     map[string]time.Time   // since when the hypervisor has listed no owner for what a VM had, by the assignment's key
 	rev         uint64                 // number of the last change of the record
 	resets      map[pci.Address]string // method of each card's last reset
-	ready       bool                   // Reconcile has succeeded once
 }
 
 // New returns a keeper with the record on disk. A damaged record is an error, because its
@@ -190,6 +200,9 @@ func New(c Config) (*Keeper, error) {
 	}
 	if c.Event == nil {
 		c.Event = func(string, string, string) {}
+	}
+	if c.Settled == nil {
+		c.Settled = new(atomic.Bool)
 	}
 	k := &Keeper{
 		Config: c, wake: make(chan struct{}, 1), ctx: context.Background(), assignments: map[pci.Address]*cardAssignment{}, slices: map[string]*cardAssignment{},
@@ -238,14 +251,6 @@ func (k *Keeper) Kick() {
 	}
 }
 
-// Settled reports whether Uses, Knows and Held are complete: Reconcile has succeeded
-// once.
-func (k *Keeper) Settled() bool {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	return k.ready
-}
-
 // Knows reports whether a claim belongs to an assigned card, or is being made.
 func (k *Keeper) Knows(claim string) bool {
 	k.mu.Lock()
@@ -287,6 +292,16 @@ func (k *Keeper) Held() map[*clusterv1.Claim]string {
 		}
 	}
 	return out
+}
+
+// gpus returns the host's GPUs with their names in the inventory.
+func (k *Keeper) gpus(ctx context.Context) ([]*clusterv1.GPU, error) {
+	gpus, err := k.GPUs(ctx)
+	if err != nil {
+		return nil, err
+	}
+	k.Annotate(gpus)
+	return gpus, nil
 }
 
 // Annotate adds what the keeper knows to a host's GPUs: the name that a card had when it
@@ -403,7 +418,7 @@ func (k *Keeper) find(ctx context.Context, ref string) (*pci.Card, string, error
 	if err != nil {
 		return nil, "", err
 	}
-	gpus, err := k.GPUs(ctx)
+	gpus, err := k.gpus(ctx)
 	if err != nil {
 		return nil, "", err
 	}

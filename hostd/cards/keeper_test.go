@@ -327,12 +327,12 @@ func TestHypervisorDown(t *testing.T) {
 		}
 		w.pass(time.Hour)
 	}
-	if w.calls != before || w.keeper.Settled() {
-		t.Errorf("%d changes, ready %v", w.calls-before, w.keeper.Settled())
+	if w.calls != before || w.keeper.Settled.Load() {
+		t.Errorf("%d changes, ready %v", w.calls-before, w.keeper.Settled.Load())
 	}
 	w.hyperDown = false
 	w.settled()
-	if !w.keeper.Settled() {
+	if !w.keeper.Settled.Load() {
 		t.Error("not ready")
 	}
 }

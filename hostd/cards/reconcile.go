@@ -61,9 +61,7 @@ func (k *Keeper) Reconcile(ctx context.Context) error {
 			errs = append(errs, err)
 		}
 	}
-	k.mu.Lock()
-	k.ready = true
-	k.mu.Unlock()
+	k.Settled.Store(true)
 	k.Cluster.Kick()
 	return errors.Join(errs...)
 }

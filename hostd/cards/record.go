@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"os"
 	"slices"
 	"strings"
 
@@ -81,7 +80,7 @@ func (a *cardAssignment) vm() string {
 func (a *cardAssignment) claim() *clusterv1.Claim {
 	c := &clusterv1.Claim{
 		Id: a.Claim, Holder: "vm " + a.vm(), Count: 1, Unmet: clusterv1.Unmet_UNMET_REFUSE,
-		Labels: map[string]string{labelVM: a.UUID},
+		Labels: map[string]string{LabelVM: a.UUID},
 	}
 	if a.Slice != nil {
 		c.Profile = a.Slice.Profile
@@ -89,8 +88,8 @@ func (a *cardAssignment) claim() *clusterv1.Claim {
 	return c
 }
 
-// labelVM is the label of a claim that contains the VM's UUID.
-const labelVM = "gpuctl.machine"
+// LabelVM is the label of a claim of a card, or of a part of one, that contains the VM's UUID.
+const LabelVM = "gpuctl.machine"
 
 const (
 	recordVersion = 1
@@ -106,16 +105,9 @@ type record struct {
 
 // readRecord reads the record. Without a file, the record is empty.
 func readRecord(path string) (record, error) {
-	info, err := os.Stat(path)
+	data, err := durable.Read(path, maxRecord)
 	if errors.Is(err, fs.ErrNotExist) {
 		return record{}, nil
-	}
-	if err == nil && info.Size() > maxRecord {
-		err = fmt.Errorf("it has %d bytes, more than %d", info.Size(), maxRecord)
-	}
-	var data []byte
-	if err == nil {
-		data, err = os.ReadFile(path)
 	}
 	if err != nil {
 		return record{}, fmt.Errorf("record of cards %s: %w", path, err)

@@ -137,7 +137,7 @@ func (w *world) file() string { return filepath.Join(w.dir, "cards.json") }
 func (w *world) start() {
 	w.t.Helper()
 	c := Config{
-		PCI: pci.NewScanner(w.root), File: w.file(), Binder: w, Resetter: w, Hypervisor: w, VMs: w, Isolation: w, Guests: w, Cluster: cluster{w},
+		Platform: Platform{PCI: pci.NewScanner(w.root), Binder: w, Resetter: w, Hypervisor: w, VMs: w, Isolation: w}, File: w.file(), Guests: w, Cluster: cluster{w},
 		GPUs: w.gpus, Now: w.clock, Pending: func(context.Context, string) bool { return w.pending }, Log: slog.New(slog.DiscardHandler),
 		Event:  w.event,
 		Timing: Timing{Verify: 30 * time.Millisecond, Step: time.Second, Grace: time.Minute},

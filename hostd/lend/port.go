@@ -65,9 +65,9 @@ func New(c Config) *Port {
 	return &Port{Config: c, quiet: throttle.New(quietFor, time.Now), greeting: map[net.Conn]greeter{}}
 }
 
-// Number returns the number of the TCP port.
-func (p *Port) Number() int {
-	if a, ok := p.Listener.Addr().(*net.TCPAddr); ok {
+// Number returns the number of the TCP port at which a listener listens.
+func Number(l net.Listener) int {
+	if a, ok := l.Addr().(*net.TCPAddr); ok {
 		return a.Port
 	}
 	return 0

@@ -19,13 +19,7 @@ func TestVMThatRanWithoutItsPart(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			home, away, _ := pair(t, 5)
-			parts, err := home.k.ParkParts(t.Context(), web, "m-1")
-			if err == nil {
-				err = away.k.ExpectParts(t.Context(), web, "m-1", parts)
-			}
-			if err != nil {
-				t.Fatal(err)
-			}
+			home.parks(t, away)
 			home.leaves()
 			away.xen.Domain(now.ID, 1, 16)
 			if !now.Ran { // the domain that got the part is gone, and another ran
@@ -43,13 +37,7 @@ func TestVMThatRanWithoutItsPart(t *testing.T) {
 			}
 			// Home again, as the undo does it, and hostd is killed in between.
 			for range 2 {
-				parts, err = away.k.ParkParts(t.Context(), web, "m-1")
-				if err == nil {
-					err = home.k.ExpectParts(t.Context(), web, "m-1", parts)
-				}
-				if err != nil {
-					t.Fatal(err)
-				}
+				away.parks(t, home)
 				home.restart()
 				away.restart()
 			}
@@ -80,12 +68,8 @@ func TestVMThatIsStartedAnewElsewhere(t *testing.T) {
 		home, away, _ = pair(t, 5)
 		home.leaves() // it was ended
 		for range 2 { // hostd is killed in between
-			parts, err := home.k.ParkParts(t.Context(), web, "m-1")
-			if err == nil {
-				err = away.k.ExpectParts(t.Context(), web, "m-1", parts)
-			}
-			if err != nil || len(parts) != 1 || !parts[0].GetAnew() || home.parts() != 0 {
-				t.Fatalf("%v, %v, %d parts at home", err, parts, home.parts())
+			if parts := home.parks(t, away); len(parts) != 1 || !parts[0].GetAnew() || home.parts() != 0 {
+				t.Fatalf("%v, %d parts at home", parts, home.parts())
 			}
 			home.restart()
 			away.restart()
@@ -195,13 +179,7 @@ func TestVMDoesNotRunBeforeItsPartIsThere(t *testing.T) {
 	if err := home.k.Arrived(t.Context(), web); err != nil {
 		t.Errorf("a VM that has started: %v", err)
 	}
-	parts, err := home.k.ParkParts(t.Context(), web, "m-1")
-	if err == nil {
-		err = away.k.ExpectParts(t.Context(), web, "m-1", parts)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	home.parks(t, away)
 	if d := away.k.pause(nil); d != away.k.Soon {
 		t.Errorf("a VM is to come, and its host looks again in %v", d)
 	}
@@ -231,13 +209,7 @@ func TestVMDoesNotRunBeforeItsPartIsThere(t *testing.T) {
 // other host still has are not the VM's any more.
 func TestProcessThatDiesWhileItsVMWaits(t *testing.T) {
 	home, away, _ := pair(t, 5)
-	parts, err := home.k.ParkParts(t.Context(), web, "m-1")
-	if err == nil {
-		err = away.k.ExpectParts(t.Context(), web, "m-1", parts)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	home.parks(t, away)
 	away.arrives(9)
 	home.leaves()
 	away.dies()
@@ -245,7 +217,8 @@ func TestProcessThatDiesWhileItsVMWaits(t *testing.T) {
 	if err := away.k.TakeParts(t.Context(), web, "m-1", far{home}); !errors.Is(err, cards.ErrRefused) {
 		t.Errorf("taken: %v", err)
 	}
-	if parts, err = away.k.ParkParts(t.Context(), web, "m-1"); err != nil || !parts[0].GetLost() {
+	parts, err := away.k.ParkParts(t.Context(), web, "m-1")
+	if err != nil || !parts[0].GetLost() {
 		t.Fatalf("parked: %v, %v", parts, err)
 	}
 	if err := home.k.ExpectParts(t.Context(), web, "m-1", parts); err != nil || !saidIn(home.events, "PartLost") {

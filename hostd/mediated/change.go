@@ -284,9 +284,7 @@ func (k *Keeper) Reconcile(ctx context.Context) error {
 		}
 		errs = append(errs, k.settle(ctx, a, d, runs, has))
 	}
-	k.mu.Lock()
-	k.ready = true
-	k.mu.Unlock()
+	k.Settled.Store(true)
 	return errors.Join(errs...)
 }
 

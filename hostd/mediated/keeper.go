@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
@@ -81,6 +82,8 @@ type Config struct {
 	// Over returns whether a migration has ended, and whether the VM belongs to this host
 	// then. nil: there are no migrations.
 	Over func(ctx context.Context, migration string) (over, here bool)
+	// Settled is set when Uses, Knows and Held are complete. nil: nobody asks.
+	Settled *atomic.Bool
 	// List gets the UUIDs of the VMs that have parts, and of those of them that are to arrive,
 	// sorted, whenever they change: while hostd does not run, the hook refuses to start them, or
 	// to let them run. nil: nobody wants them.
@@ -107,7 +110,6 @@ type Keeper struct {
 	claiming map[string]bool
 	health   map[string]string // by GPU: why its process cannot be used
 	seen     map[string]server.Status
-	ready    bool
 }
 
 // New returns a keeper with the record on disk.
@@ -121,6 +123,9 @@ func New(c Config) (*Keeper, error) {
 	if c.Soon == 0 {
 		c.Soon = 500 * time.Millisecond
 	}
+	if c.Settled == nil {
+		c.Settled = new(atomic.Bool)
+	}
 	k := &Keeper{
 		Config: c, wake: make(chan struct{}, 1), parts: map[string]*assignment{}, claiming: map[string]bool{},
 		health: map[string]string{}, seen: map[string]server.Status{},
@@ -132,6 +137,7 @@ func New(c Config) (*Keeper, error) {
 	for _, a := range all {
 		k.parts[a.ID] = a
 	}
+	k.Settled.Store(len(k.GPUs) == 0 && len(k.parts) == 0) // otherwise the processes are asked first
 	k.list()
 	return k, nil
 }
@@ -196,13 +202,6 @@ func (k *Keeper) Inventory() []*clusterv1.GPU {
 		out = append(out, o)
 	}
 	return out
-}
-
-// Settled reports whether Uses, Knows and Held are complete.
-func (k *Keeper) Settled() bool {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	return k.ready || len(k.GPUs) == 0 && len(k.parts) == 0
 }
 
 // Knows reports whether a claim belongs to a part, or is being made.

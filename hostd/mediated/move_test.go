@@ -258,6 +258,19 @@ func (h *host) runs(id uint16) {
 	h.domains[web.UUID] = Domain{ID: id, HVM: true, Ran: true}
 }
 
+// parks parks what the VM has here, and has another host expect it.
+func (h *host) parks(t *testing.T, to *host) []*gpuctlv1.SitePart {
+	t.Helper()
+	parts, err := h.k.ParkParts(t.Context(), web, "m-1")
+	if err == nil {
+		err = to.k.ExpectParts(t.Context(), web, "m-1", parts)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return parts
+}
+
 func (h *host) leaves() { delete(h.domains, web.UUID) }
 
 // served is whether the VM's part works here.
@@ -396,13 +409,7 @@ func TestPartComesHome(t *testing.T) {
 	})
 	t.Run("not taken", func(t *testing.T) {
 		home, away, _ := pair(t, 5)
-		parts, err := home.k.ParkParts(t.Context(), web, "m-1")
-		if err == nil {
-			err = away.k.ExpectParts(t.Context(), web, "m-1", parts)
-		}
-		if err != nil {
-			t.Fatal(err)
-		}
+		home.parks(t, away)
 		away.arrives(9)
 		home.leaves()
 		d := moves(t, away, home, 8)
@@ -465,13 +472,7 @@ func TestHostdIsKilledWhilePartsMove(t *testing.T) {
 func TestMigrationThatEndsWithoutAWord(t *testing.T) {
 	start := func(t *testing.T) (home, away *host, d *xentest.Domain) {
 		home, away, d = pair(t, 5)
-		parts, err := home.k.ParkParts(t.Context(), web, "m-1")
-		if err == nil {
-			err = away.k.ExpectParts(t.Context(), web, "m-1", parts)
-		}
-		if err != nil {
-			t.Fatal(err)
-		}
+		home.parks(t, away)
 		return home, away, d
 	}
 	ends := func(t *testing.T, home, away *host, here string) {
@@ -574,13 +575,7 @@ func TestWhatAPartsHostRefuses(t *testing.T) {
 // VM's accesses may have gone astray there.
 func TestVMThatMovesItsBARsWhileItIsParkedGoesOnAtHome(t *testing.T) {
 	home, away, d := pair(t, 5)
-	parts, err := home.k.ParkParts(t.Context(), web, "m-1")
-	if err == nil {
-		err = away.k.ExpectParts(t.Context(), web, "m-1", parts)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	home.parks(t, away)
 	d.SetConfig(0, lastSlot, 0x10, 4, 0xc0000000)
 	away.arrives(9)
 	home.leaves()

@@ -6,11 +6,11 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"os"
 	"slices"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/hostd/cards"
 	"github.com/gpuctl/gpuctl/internal/durable"
 )
 
@@ -83,13 +83,10 @@ func (a *assignment) moving() bool { return a.Migration != "" }
 
 func (a *assignment) vm() string { return cmp.Or(a.Name, a.UUID) }
 
-// labelVM is the label of a claim that contains the VM's UUID.
-const labelVM = "gpuctl.machine"
-
 func (a *assignment) claim() *clusterv1.Claim {
 	return &clusterv1.Claim{
 		Id: a.Claim, Holder: "vm " + a.vm(), Count: 1, Unmet: clusterv1.Unmet_UNMET_REFUSE, Profile: a.Profile,
-		Labels: map[string]string{labelVM: a.UUID},
+		Labels: map[string]string{cards.LabelVM: a.UUID},
 	}
 }
 
@@ -105,16 +102,9 @@ type record struct {
 
 // readRecord reads the record. Without a file, it is empty.
 func readRecord(path string) ([]*assignment, error) {
-	info, err := os.Stat(path)
+	data, err := durable.Read(path, maxRecord)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
-	}
-	if err == nil && info.Size() > maxRecord {
-		err = fmt.Errorf("it has %d bytes, more than %d", info.Size(), maxRecord)
-	}
-	var data []byte
-	if err == nil {
-		data, err = os.ReadFile(path)
 	}
 	var all []*assignment
 	if err == nil {

@@ -49,7 +49,7 @@ func (m *membership) own(c *clusterv1.Claim) *clusterv1.Claim {
 	if c.Labels == nil {
 		c.Labels = map[string]string{}
 	}
-	c.Labels[managedBy] = m.ID
+	c.Labels[placement.LabelManagedBy] = m.ID
 	return c
 }
 
@@ -80,7 +80,7 @@ const settleTimeout = time.Second
 
 func (n *Node) unsettled(m *membership, v *state.View) bool {
 	for as := range v.AssignmentsOfHost(m.Host) {
-		if n.manages(m, v.Claim(as.GetClaim())) && !n.Host.Uses(as.GetClaim(), m.name(as.GetGpu())) {
+		if n.manages(m, v.Claim(as.GetClaim())) && !n.served.Host.Uses(as.GetClaim(), m.name(as.GetGpu())) {
 			return true
 		}
 	}
@@ -198,6 +198,23 @@ func (n *Node) Acquire(ctx context.Context, c *clusterv1.Claim, gpus []string, a
 	}
 	return err
 }
+
+// AcquireHoldings tells the cluster what the claims of this host have, before new claims are
+// made. A cluster that is in memory only has lost that. What fails here is repeated later.
+func (n *Node) AcquireHoldings(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, holdTimeout)
+	defer cancel()
+	for _, held := range n.served.Host.Holdings() {
+		if err := n.Acquire(ctx, held.Claim, held.GPUs, held.Amount); err != nil {
+			n.Logger.Warn("the cluster does not know yet what a claim has", "claim", held.Claim.GetId(), "gpu", strings.Join(held.GPUs, ","), "err", err)
+			if ctx.Err() != nil {
+				return
+			}
+		}
+	}
+}
+
+const holdTimeout = 3 * time.Second // for all of AcquireHoldings
 
 // Announce reports this host to the cluster now. If the host has not joined a cluster, or
 // there is no leader, it does nothing.

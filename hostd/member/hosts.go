@@ -61,6 +61,16 @@ func (n *Node) Note(e *clusterv1.Event) {
 	}
 }
 
+// NoteGPU adds an event about a GPU of this host, by its name here, to the cluster's log.
+func (n *Node) NoteGPU(gpu, kind, message string) {
+	n.Note(&clusterv1.Event{Kind: clusterv1.Kind_KIND_GPU, Object: n.HostName() + "/" + gpu, Type: kind, Message: message})
+}
+
+// NoteHost adds an event about this host to the cluster's log.
+func (n *Node) NoteHost(kind, message string) {
+	n.Note(&clusterv1.Event{Kind: clusterv1.Kind_KIND_HOST, Object: n.HostName(), Type: kind, Message: message})
+}
+
 // keepNotes writes events in order. While there is no leader, they are kept.
 func (n *Node) keepNotes(ctx context.Context, m *membership) {
 	for {

@@ -96,7 +96,7 @@ func (n *Node) reachable(ctx context.Context, l net.Listener) (string, error) {
 	if ip := net.ParseIP(host); ip != nil && !ip.IsUnspecified() {
 		return net.JoinHostPort(host, port), nil
 	}
-	h, _, err := n.Host.Report(ctx)
+	h, _, err := n.served.Host.Report(ctx)
 	if err != nil {
 		return "", fmt.Errorf("network: %w", err)
 	}

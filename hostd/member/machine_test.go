@@ -135,9 +135,18 @@ func newMachine(t *testing.T, name string) *machine {
 	return m
 }
 
+// started returns a node of a host that has started.
+func started(ctx context.Context, h Host, c Config) (*Node, error) {
+	n := New(ctx, c)
+	if err := n.Start(ctx, Served{Host: h}); err != nil {
+		return nil, err
+	}
+	return n, nil
+}
+
 func (m *machine) open(ctx context.Context) (err error) {
-	m.Node, err = Open(ctx, Config{
-		Dir: m.dir, Name: m.name, Listen: m.port, Version: "test", Host: m.host,
+	m.Node, err = started(ctx, m.host, Config{
+		Dir: m.dir, Name: m.name, Listen: m.port, Version: "test",
 		Timing: timing(), Members: replica.Members{Stabilize: 300 * time.Millisecond},
 		Logger: slog.New(slog.NewTextHandler(m.log, &slog.HandlerOptions{Level: slog.LevelInfo})),
 	})

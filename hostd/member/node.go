@@ -27,6 +27,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/scheduler"
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
+	"github.com/gpuctl/gpuctl/internal/busy"
 	"github.com/gpuctl/gpuctl/internal/random"
 	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/wait"
@@ -57,28 +58,33 @@ type Config struct {
 	Listen    string // host:port
 	Advertise string // host:port at which other hosts reach it; empty: from Listen
 	Version   string // version of the program
-	Host      Host
 	Local     func() access.LocalPolicy
 	Audit     *access.AuditLog
 	Timing    replica.Timing
 	Members   replica.Members
 	Refused   func(procedure string, code connect.Code)
-	// Lender lends GPUs of this host to others; nil: it lends none. LendAddress returns
-	// the address at which carriers of other hosts reach this one, whose own address is
-	// given; empty: it lends none.
-	Lender      clusterapi.Lender
-	LendAddress func(address string) string
 	// Interceptors see all calls, including those that are refused.
 	Interceptors []connect.Interceptor
-	// Services adds more services to the server. Start calls it, so the services may use
-	// the node.
+	Logger       *slog.Logger
+}
+
+// Served is what a node tells the cluster about, and what it serves. All of it may use the
+// node, so it can only be made after the node: see Start.
+type Served struct {
+	Host Host
+	// Lender lends GPUs of this host to others; nil: it lends none. LendAddress returns
+	// the address at which carriers of other hosts reach this one, whose own address is
+	// given; it is not nil if Lender is not.
+	Lender      clusterapi.Lender
+	LendAddress func(address string) string
+	// Services adds more services to the server; nil: there are none.
 	Services func(mux *http.ServeMux, options ...connect.HandlerOption)
-	Logger   *slog.Logger
 }
 
 // Node is the membership of a host. It is safe for concurrent use.
 type Node struct {
 	Config
+	served Served // of Start; only what Start begins uses it
 	ctx    context.Context
 	cancel context.CancelFunc
 	gate   *access.Gate
@@ -90,7 +96,7 @@ type Node struct {
 	records chan *clusterv1.Migration
 	notes   chan *clusterv1.Event
 
-	measuring once // links, by host
+	measuring busy.Set // links, by host
 
 	joining sync.Mutex // held during Init, Join and Close
 	mu      sync.Mutex
@@ -118,18 +124,9 @@ const (
 	maxRecords = 1024
 )
 
-// Open makes a node and starts it: New and Start.
-func Open(ctx context.Context, c Config) (*Node, error) {
-	n := New(ctx, c)
-	if err := n.Start(ctx); err != nil {
-		return nil, err
-	}
-	return n, nil
-}
-
-// New returns a node that is in no cluster yet. All its methods may be called before
-// Start: they answer as on a host that has not joined. Close frees it. The node uses the
-// values of ctx, but goes on after the end of ctx.
+// New returns a node that is in no cluster yet. All its methods but Facts may be called
+// before Start: they answer as on a host that has not joined. Close frees it. The node uses
+// the values of ctx, but goes on after the end of ctx.
 func New(ctx context.Context, c Config) *Node {
 	n := &Node{Config: c, kick: make(chan struct{}, 1), records: make(chan *clusterv1.Migration, maxRecords), notes: make(chan *clusterv1.Event, maxRecords)}
 	n.ctx, n.cancel = context.WithCancel(context.WithoutCancel(ctx))
@@ -144,14 +141,19 @@ func New(ctx context.Context, c Config) *Node {
 	return n
 }
 
-// Start serves the cluster's services and Config.Services, and resumes the host's
-// membership. Without a data folder, the host is a cluster of its own. It must be called
-// once, before Handler serves requests.
-func (n *Node) Start(ctx context.Context) error {
+// Start serves the cluster's services and those of s, and resumes the host's membership.
+// Without a data folder, the host is a cluster of its own. It must be called once, before
+// Handler serves requests.
+//
+// This is the one place where parts of the daemon that call each other are joined: the parts
+// of s ask the cluster through the node, and the node compares the log with what they use.
+// The node asks less, so it is made first, and gets s with the call that begins to ask.
+func (n *Node) Start(ctx context.Context, s Served) error {
+	n.served = s
 	chain := connect.WithInterceptors(append(slices.Clone(n.Interceptors), n.gate)...)
 	n.api.Handle(n.mux, chain)
-	if n.Services != nil {
-		n.Services(n.mux, chain)
+	if s.Services != nil {
+		s.Services(n.mux, chain)
 	}
 	if err := n.open(ctx); err != nil {
 		n.cancel()
@@ -329,7 +331,7 @@ func (n *Node) Reload() error {
 }
 
 // Lender returns who lends GPUs of this host; nil: nobody.
-func (n *Node) Lender() clusterapi.Lender { return n.Config.Lender }
+func (n *Node) Lender() clusterapi.Lender { return n.served.Lender }
 
 // Self returns this host's identity in the cluster.
 func (n *Node) Self() clusterapi.Self {
@@ -354,7 +356,7 @@ func (n *Node) Peer(address string) clusterv1connect.PeerServiceClient {
 
 // Facts returns this host's properties that change often.
 func (n *Node) Facts(ctx context.Context) (*clusterv1.HostFacts, error) {
-	f, err := n.Host.Facts(ctx)
+	f, err := n.served.Host.Facts(ctx)
 	if err != nil {
 		return nil, err
 	}

@@ -388,7 +388,7 @@ func TestInMemory(t *testing.T) {
 	t.Parallel()
 	ctx := testkit.Context(t)
 	f := &fake{claims: map[string]bool{}, uses: map[string][]string{}, gpus: []*clusterv1.GPU{{Name: "g0", Model: "m"}}}
-	n, err := Open(ctx, Config{Name: "solo", Host: f, Logger: slog.New(slog.DiscardHandler)})
+	n, err := started(ctx, f, Config{Name: "solo", Logger: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
 	}

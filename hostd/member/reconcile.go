@@ -12,6 +12,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/cluster/placement"
 	"github.com/gpuctl/gpuctl/cluster/scheduler"
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/internal/wait"
@@ -26,9 +27,6 @@ const (
 	// would double the log.
 	together = 20 * time.Millisecond
 )
-
-// managedBy is the label of claims that a host made for its own sessions.
-const managedBy = "gpuctl.managed-by"
 
 // Kick makes the node compare the host with the log now.
 func (n *Node) Kick() {
@@ -64,7 +62,7 @@ func (n *Node) report(ctx context.Context, m *membership) {
 		pause := reportEvery
 		if err := n.reportOnce(ctx, m); err != nil && ctx.Err() == nil {
 			level := slog.LevelWarn
-			if !n.Host.Ready() { // the host was just started and is finding its GPUs
+			if !n.served.Host.Ready() { // the host was just started and is finding its GPUs
 				level = slog.LevelDebug
 			}
 			n.Logger.Log(ctx, level, "host not reported", "err", err)
@@ -86,14 +84,14 @@ func (n *Node) reportOnce(ctx context.Context, m *membership) error {
 	if m.store.State().View().Identity(m.ID) == nil {
 		return nil // not admitted yet, as far as this host knows, or removed
 	}
-	h, gpus, err := n.Host.Report(ctx)
+	h, gpus, err := n.served.Host.Report(ctx)
 	if err != nil {
 		return err
 	}
 	h = proto.CloneOf(h)
 	h.Name, h.Id, h.Address, h.Version, h.Protocol = m.Host, m.ID, m.Address, n.Version, state.Protocol
-	if n.LendAddress != nil && n.Config.Lender != nil {
-		h.LendAddress = n.LendAddress(m.Address)
+	if n.served.Lender != nil {
+		h.LendAddress = n.served.LendAddress(m.Address)
 	}
 	v := m.store.State().View()
 	own := make([]*clusterv1.GPU, 0, len(gpus))
@@ -159,7 +157,7 @@ func (n *Node) reconcile(ctx context.Context, m *membership) {
 	for ctx.Err() == nil {
 		v := m.store.State().View()
 		pause := reconcileEvery
-		if v.Host(m.Host) != nil && n.Host.Ready() && m.store.CaughtUp() {
+		if v.Host(m.Host) != nil && n.served.Host.Ready() && m.store.CaughtUp() {
 			if err := n.reconcileOnce(ctx, m, v); err != nil && ctx.Err() == nil {
 				n.Logger.Warn("assignments not settled", "err", err)
 				pause = retryAfter
@@ -184,12 +182,12 @@ func (n *Node) reconcileOnce(ctx context.Context, m *membership, v *state.View) 
 	over := map[string]bool{}
 	for as := range v.AssignmentsOfHost(m.Host) {
 		gpu := m.name(as.GetGpu())
-		used := n.Host.Uses(as.GetClaim(), gpu)
+		used := n.served.Host.Uses(as.GetClaim(), gpu)
 		mine := n.manages(m, v.Claim(as.GetClaim()))
 		switch {
 		case !used && (mine || as.GetResidence() == clusterv1.Residence_RESIDENCE_RELEASING):
 			words = append(words, &clusterv1.Confirmation{Assignment: as.GetId(), Token: as.GetToken(), Gone: true})
-			if mine && !n.Host.Knows(as.GetClaim()) {
+			if mine && !n.served.Host.Knows(as.GetClaim()) {
 				over[as.GetClaim()] = true
 			}
 		case !used && n.orphaned(m, v, v.Claim(as.GetClaim())):
@@ -199,7 +197,7 @@ func (n *Node) reconcileOnce(ctx context.Context, m *membership, v *state.View) 
 		}
 	}
 	for c := range v.PendingClaims() {
-		if n.manages(m, c) && len(c.GetAssignments()) == 0 && !n.Host.Knows(c.GetId()) {
+		if n.manages(m, c) && len(c.GetAssignments()) == 0 && !n.served.Host.Knows(c.GetId()) {
 			over[c.GetId()] = true
 		}
 	}
@@ -217,7 +215,7 @@ func (n *Node) reconcileOnce(ctx context.Context, m *membership, v *state.View) 
 	// What a claim has on this host without an assignment in the log, usually after a
 	// restart. It is in use. If another claim has the GPU in the log, an error is logged
 	// for the operator.
-	for _, held := range n.Host.Holdings() {
+	for _, held := range n.served.Host.Holdings() {
 		if n.assigned(m, v, held) {
 			continue
 		}
@@ -245,7 +243,7 @@ func (n *Node) assigned(m *membership, v *state.View, held Holding) bool {
 }
 
 func (n *Node) manages(m *membership, c *clusterv1.Claim) bool {
-	return c != nil && c.GetLabels()[managedBy] == m.ID
+	return c != nil && c.GetLabels()[placement.LabelManagedBy] == m.ID
 }
 
 // tellSessions reports the sessions that differ from the log.
@@ -255,7 +253,7 @@ func (n *Node) tellSessions(ctx context.Context, m *membership, v *state.View) e
 		known[s.GetId()] = s
 	}
 	var news []*clusterv1.Session
-	for _, s := range n.Host.Sessions() {
+	for _, s := range n.served.Host.Sessions() {
 		s.Id, s.Host = m.id(s.GetId()), m.Host
 		for i, g := range s.GetGpus() {
 			s.Gpus[i] = m.id(g)

@@ -8,7 +8,6 @@ import (
 	"net"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	"connectrpc.com/connect"
@@ -16,6 +15,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/cluster/placement"
 	"github.com/gpuctl/gpuctl/cluster/remote"
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
@@ -274,7 +274,7 @@ func (n *Node) Assigned(ctx context.Context, claim, borrower string, gpus []stri
 		}
 	}
 	c := v.Claim(claim)
-	if c == nil || c.GetLabels()[managedBy] != borrower {
+	if c == nil || c.GetLabels()[placement.LabelManagedBy] != borrower {
 		return 0, reason.Detail(fmt.Errorf("claim %s: %w: it is none of that host", claim, ErrNotAssigned)).On("claim", claim)
 	}
 	highest, amount := uint64(0), ^uint64(0)
@@ -414,10 +414,10 @@ func (n *Node) abroad(m *membership, v *state.View, over map[string]bool) []stri
 			continue
 		}
 		for as := range v.AssignmentsOfClaim(c.GetId()) {
-			if as.GetHost() == m.Host || as.GetResidence() == releasing || n.Host.Uses(c.GetId(), as.GetGpu()) {
+			if as.GetHost() == m.Host || as.GetResidence() == releasing || n.served.Host.Uses(c.GetId(), as.GetGpu()) {
 				continue
 			}
-			if n.Host.Knows(c.GetId()) {
+			if n.served.Host.Knows(c.GetId()) {
 				out = append(out, as.GetId())
 			} else {
 				over[c.GetId()] = true
@@ -434,30 +434,6 @@ func (n *Node) orphaned(m *membership, v *state.View, c *clusterv1.Claim) bool {
 	return home != "" && home != m.Host && (v.Host(home) == nil || v.Host(home).GetDown())
 }
 
-// once collects what is done together.
-type once struct {
-	mu   sync.Mutex
-	busy map[string]bool
-}
-
-// begin reports whether nobody does it now.
-func (o *once) begin(what string) (end func(), ok bool) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	if o.busy[what] {
-		return nil, false
-	}
-	if o.busy == nil {
-		o.busy = map[string]bool{}
-	}
-	o.busy[what] = true
-	return func() {
-		o.mu.Lock()
-		defer o.mu.Unlock()
-		delete(o.busy, what)
-	}, true
-}
-
 // errUnmeasured is returned by Calibrate if the link is being measured.
 var errUnmeasured = errors.New("the link is being measured")
 
@@ -471,7 +447,7 @@ func (n *Node) Calibrate(ctx context.Context, host string, refresh func(*cluster
 	if old.GetSamples() > 0 && time.Since(time.UnixMilli(old.GetMeasuredUnixMs())) < Fresh {
 		return nil
 	}
-	end, ok := n.measuring.begin(host)
+	end, ok := n.measuring.Begin(host)
 	if !ok {
 		return errUnmeasured
 	}

@@ -14,21 +14,17 @@ import (
 )
 
 // The parts of a host are made with a node that has not started. They may call
-// it: it answers like a host that has not joined. Services are asked for once
-// the node starts, when all of them have been made.
+// it: it answers like a host that has not joined. The services that it serves
+// are given to Start, when all of them have been made.
 func TestNodeThatHasNotStartedAnswersLikeAHostThatHasNotJoined(t *testing.T) {
 	ctx := context.Background()
-	served := false
-	n := New(ctx, Config{
-		Name: "solo", Host: &fake{}, Logger: slog.New(slog.DiscardHandler),
-		Services: func(*http.ServeMux, ...connect.HandlerOption) { served = true },
-	})
+	n := New(ctx, Config{Name: "solo", Logger: slog.New(slog.DiscardHandler)})
 	defer n.Close()
 	n.Kick()
 	n.Settle(ctx)
 	n.Note(&clusterv1.Event{Kind: clusterv1.Kind_KIND_HOST, Object: "solo", Type: "Made"})
-	if n.HostName() != "solo" || n.View() != nil || len(n.OtherHosts()) > 0 || n.Health() != nil || served {
-		t.Fatalf("host %q, view %v, others %v, health %v, services asked for: %v", n.HostName(), n.View(), n.OtherHosts(), n.Health(), served)
+	if n.HostName() != "solo" || n.View() != nil || len(n.OtherHosts()) > 0 || n.Health() != nil {
+		t.Fatalf("host %q, view %v, others %v, health %v", n.HostName(), n.View(), n.OtherHosts(), n.Health())
 	}
 	if _, err := n.Claim(ctx, &clusterv1.Claim{Id: "c"}); !errors.Is(err, clusterapi.ErrNotJoined) {
 		t.Errorf("claim: %v", err)
@@ -39,7 +35,13 @@ func TestNodeThatHasNotStartedAnswersLikeAHostThatHasNotJoined(t *testing.T) {
 	if _, err := n.Site("other"); err == nil {
 		t.Error("another host is reached")
 	}
-	if err := n.Start(ctx); err != nil {
+	n.Known(ctx, []string{"gpu"})
+	if err := n.Announce(ctx); err != nil {
+		t.Errorf("announce: %v", err)
+	}
+	served := false
+	err := n.Start(ctx, Served{Host: &fake{}, Services: func(*http.ServeMux, ...connect.HandlerOption) { served = true }})
+	if err != nil {
 		t.Fatal(err)
 	}
 	if n.View() == nil || !served {

@@ -17,6 +17,7 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
+	"github.com/gpuctl/gpuctl/internal/busy"
 	"github.com/gpuctl/gpuctl/internal/excerpt"
 	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/migrate"
@@ -24,11 +25,7 @@ import (
 
 // Node gives access to the cluster.
 type Node interface {
-	HostName() string
-	View() *state.View
-	// Read returns the state with everything that is committed, or an error if that is
-	// unknown now.
-	Read(ctx context.Context) (*state.View, error)
+	Log
 	Status() *clusterv1.StatusResponse
 	PutMigration(ctx context.Context, r *clusterv1.Migration, takeOver bool) (*clusterv1.Migration, error)
 	Site(host string) (gpuctlv1connect.SiteServiceClient, error)
@@ -56,14 +53,15 @@ type Config struct {
 // Manager drives migrations. It is safe for concurrent use.
 type Manager struct {
 	Config
+	Records
 	work sync.WaitGroup
+	// starting has the VMs, by UUID, whose migration is being started or taken over: its
+	// record exists already, but it is not in runs yet.
+	starting busy.Set
 
 	mu   sync.Mutex
 	ctx  context.Context
 	runs map[string]*watched // migrations that this host drives, by id
-	// starting has the VMs, by UUID, whose migration is being started or taken over: its
-	// record exists already, but it is not in runs yet.
-	starting map[string]bool
 }
 
 // watched is a migration that this host drives, with its progress for clients.
@@ -83,7 +81,7 @@ func New(c Config) *Manager {
 	if c.Every == 0 {
 		c.Every = 2 * time.Second
 	}
-	return &Manager{Config: c, runs: map[string]*watched{}, starting: map[string]bool{}}
+	return &Manager{Config: c, Records: NewRecords(c.Node), runs: map[string]*watched{}}
 }
 
 // Run continues the migrations that this host drove before, and takes over those whose
@@ -107,158 +105,8 @@ func (m *Manager) Run(ctx context.Context) {
 	}
 }
 
-// Pending reports whether a migration has not ended, or whether that is unknown now. A
-// host that was just started knows no migrations until it has received the log.
-func (m *Manager) Pending(ctx context.Context, id string) bool {
-	if v := m.Node.View(); v != nil {
-		if r := v.Migration(id); r != nil {
-			return !over(r)
-		}
-	}
-	ctx, cancel := context.WithTimeout(ctx, readTimeout)
-	defer cancel()
-	v, err := m.Node.Read(ctx)
-	if err != nil {
-		return true
-	}
-	r := v.Migration(id)
-	return r != nil && !over(r)
-}
-
-const (
-	readTimeout = 5 * time.Second  // for Read
-	endTimeout  = 30 * time.Second // for a host to end what computes for a VM
-)
-
-// Ended reports whether a migration has ended, and whether this host knows it.
-func (m *Manager) Ended(id string) (ended, known bool) {
-	v := m.Node.View()
-	if v == nil {
-		return false, true
-	}
-	r := v.Migration(id)
-	return r != nil && over(r), r != nil
-}
-
-// Away returns the VMs, by UUID, that belong to another host after their last migration
-// has ended, and that host. This host should have nothing of them.
-func (m *Manager) Away(ctx context.Context) map[string]string {
-	ctx, cancel := context.WithTimeout(ctx, readTimeout)
-	defer cancel()
-	v, err := m.Node.Read(ctx)
-	if err != nil {
-		return nil
-	}
-	last := map[string]*clusterv1.Migration{}
-	for r := range v.Migrations() {
-		uuid := r.GetMachine().GetUuid()
-		// Compare tokens, which grow with the log. The clocks of hosts may differ.
-		if now := last[uuid]; uuid != "" && (now == nil || !over(r) || over(now) && r.GetToken() > now.GetToken()) {
-			last[uuid] = r
-		}
-	}
-	self, out := m.Node.HostName(), map[string]string{}
-	for uuid, r := range last {
-		from, to := r.GetMachine().GetFromHost(), r.GetMachine().GetToHost()
-		switch {
-		case r.GetState() == clusterv1.MigrationState_MIGRATION_STATE_DONE && from == self && to != self:
-			out[uuid] = to
-		case r.GetState() == clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK && to == self && from != self:
-			out[uuid] = from
-		}
-	}
-	return out
-}
-
-// Moves reports whether a migration of a VM has not ended, or whether that is unknown now.
-func (m *Manager) Moves(ctx context.Context, uuid string) bool {
-	ctx, cancel := context.WithTimeout(ctx, readTimeout)
-	defer cancel()
-	v, err := m.Node.Read(ctx)
-	if err != nil {
-		return true
-	}
-	for r := range v.Migrations() {
-		if r.GetMachine().GetUuid() == uuid && !over(r) {
-			return true
-		}
-	}
-	return false
-}
-
-// MovedTo returns where the last migration of a VM has taken it, as far as is known here;
-// empty: none, or that one is not done.
-func (m *Manager) MovedTo(uuid string) string {
-	v := m.Node.View()
-	if v == nil {
-		return ""
-	}
-	var last *clusterv1.Migration
-	for r := range v.Migrations() {
-		// Compare tokens, which grow with the log. The clocks of hosts may differ.
-		if r.GetMachine().GetUuid() == uuid && (last == nil || r.GetToken() > last.GetToken()) {
-			last = r
-		}
-	}
-	if last.GetState() != clusterv1.MigrationState_MIGRATION_STATE_DONE {
-		return ""
-	}
-	return last.GetMachine().GetToHost()
-}
-
-// running returns the record of a VM's migration, which has not ended.
-func (m *Manager) running(machine *gpuctlv1.SiteMachine) (*clusterv1.Migration, error) {
-	var r *clusterv1.Migration
-	if v := m.Node.View(); v != nil {
-		r = v.Migration(machine.GetMigration())
-	}
-	switch {
-	case r == nil:
-		return nil, fmt.Errorf("%w: migration %q of VM %s is not known on host %s yet", migrate.ErrUnreachable, machine.GetMigration(), machine.GetName(), m.Node.HostName())
-	case over(r) || r.GetMachine().GetUuid() != machine.GetUuid():
-		return nil, fmt.Errorf("migration %s of VM %s: it does not run, or is another VM's", r.GetId(), machine.GetName())
-	}
-	return r, nil
-}
-
-// Party returns an error if another host must not exchange states of a VM with this one:
-// the record of a running migration must name both hosts.
-func (m *Manager) Party(machine *gpuctlv1.SiteMachine, other string) error {
-	r, err := m.running(machine)
-	if err != nil {
-		return err
-	}
-	self, move := m.Node.HostName(), r.GetMachine()
-	if self == move.GetFromHost() && other == move.GetToHost() || other == move.GetFromHost() && self == move.GetToHost() {
-		return nil
-	}
-	// The driver may have changed the destination a moment ago.
-	return fmt.Errorf("%w: migration %s of VM %s is not between hosts %s and %s, as far as is known on %s", migrate.ErrUnreachable, r.GetId(), machine.GetName(), self, other, self)
-}
-
-// Borrows returns an error unless the record of a running migration of the VM names this GPU
-// and claim for its applications, and borrower, if it is not empty, is one of its hosts.
-func (m *Manager) Borrows(machine *gpuctlv1.SiteMachine, gpu, claim, borrower string) error {
-	r, err := m.running(machine)
-	if err != nil {
-		return err
-	}
-	self, move := m.Node.HostName(), r.GetMachine()
-	if move.GetFarGpu() != gpu || move.GetFarClaim() != claim || borrower != "" && borrower != move.GetFromHost() && borrower != move.GetToHost() {
-		// The driver may have changed the destination a moment ago.
-		return fmt.Errorf("%w: migration %s of VM %s does not borrow %s by claim %s for host %s, as far as is known on %s", migrate.ErrUnreachable, r.GetId(), machine.GetName(), gpu, claim, borrower, self)
-	}
-	return nil
-}
-
-func over(r *clusterv1.Migration) bool {
-	switch r.GetState() {
-	case clusterv1.MigrationState_MIGRATION_STATE_DONE, clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK, clusterv1.MigrationState_MIGRATION_STATE_FAILED:
-		return true
-	default:
-		return false
-	}
-}
+// endTimeout is how long a host may take to end what computes for a VM.
+const endTimeout = 30 * time.Second
 
 // adopt takes over the migrations that this host is to drive.
 func (m *Manager) adopt(ctx context.Context) {

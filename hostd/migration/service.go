@@ -200,17 +200,11 @@ func (s *Service) Rehearse(ctx context.Context, req *connect.Request[gpuctlv1.Ma
 // alone marks a VM's migration as starting until end is called. It fails if another call
 // has done so.
 func (m *Manager) alone(uuid, name string) (end func(), err error) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if m.starting[uuid] {
+	end, ok := m.starting.Begin(uuid)
+	if !ok {
 		return nil, reason.Coded(reason.Errorf(reason.Busy, "a migration of vm %s is just being begun", name).On("vm", name))
 	}
-	m.starting[uuid] = true
-	return func() {
-		m.mu.Lock()
-		defer m.mu.Unlock()
-		delete(m.starting, uuid)
-	}, nil
+	return end, nil
 }
 
 // mostCandidates is how many other destinations are tried after the first.

@@ -132,19 +132,17 @@ func (w *world) EndUsers(_ context.Context, _ string, gpus []string, _ string) e
 
 func (w *world) ServersChanged(context.Context) {}
 
-func (w *world) keeper(file string) *Keeper {
+func (w *world) keeper(file string) *Service {
 	w.t.Helper()
-	k, err := New(Config{
-		File: file, Host: "h", Site: w, VMs: w, Cards: w, Claims: w, Loopback: func() bool { return false }, Log: slog.New(slog.DiscardHandler),
-		Offer: 300 * time.Millisecond, Silent: time.Hour,
-	})
+	r, err := NewRegistry(file, "h", w)
 	if err != nil {
 		w.t.Fatal(err)
 	}
-	return k
+	k := NewKeeper(Config{Registry: r, Claims: w, Loopback: func() bool { return false }, Log: slog.New(slog.DiscardHandler), Silent: time.Hour})
+	return NewService(ServiceConfig{Keeper: k, VMs: w, Cards: w, Offer: 300 * time.Millisecond})
 }
 
-func serve(k *Keeper, r *gpuctlv1.ServeRequest) (last *gpuctlv1.DeviceUpdate, steps []string, err error) {
+func serve(k *Service, r *gpuctlv1.ServeRequest) (last *gpuctlv1.DeviceUpdate, steps []string, err error) {
 	r.Machine = gpuvm.Name
 	err = k.Serve(context.Background(), r, func(u *gpuctlv1.DeviceUpdate) {
 		if last = u; u.GetTookNs() > 0 {
@@ -154,7 +152,7 @@ func serve(k *Keeper, r *gpuctlv1.ServeRequest) (last *gpuctlv1.DeviceUpdate, st
 	return last, steps, err
 }
 
-func endServe(k *Keeper, r *gpuctlv1.EndServeRequest) (last *gpuctlv1.DeviceUpdate, err error) {
+func endServe(k *Service, r *gpuctlv1.EndServeRequest) (last *gpuctlv1.DeviceUpdate, err error) {
 	r.Machine = gpuvm.Name
 	err = k.EndServe(context.Background(), r, func(u *gpuctlv1.DeviceUpdate) { last = u })
 	return last, err

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"os"
 	"strings"
 
 	"github.com/gpuctl/gpuctl/internal/durable"
@@ -47,12 +46,9 @@ func readRecord(path string) (record, error) {
 	if path == "" {
 		return record{Version: recordVersion}, nil
 	}
-	data, err := os.ReadFile(path)
+	data, err := durable.Read(path, maxRecord)
 	if errors.Is(err, fs.ErrNotExist) {
 		return record{Version: recordVersion}, nil
-	}
-	if err == nil && len(data) > maxRecord {
-		err = fmt.Errorf("it has %d bytes, more than %d", len(data), maxRecord)
 	}
 	var r record
 	if err == nil {

@@ -3,12 +3,12 @@ package sessions
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"io/fs"
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/protobuf/proto"
@@ -18,11 +18,10 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	place "github.com/gpuctl/gpuctl/cluster/placement"
 	"github.com/gpuctl/gpuctl/hostd/inventory/discover"
-	"github.com/gpuctl/gpuctl/hostd/inventory/hostinfo"
-	"github.com/gpuctl/gpuctl/hostd/inventory/nvml"
 	"github.com/gpuctl/gpuctl/hostd/member"
 	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
 	"github.com/gpuctl/gpuctl/internal/expr"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
 // Cluster decides who gets a GPU. In its calls, a GPU has the name that this host uses
@@ -45,6 +44,9 @@ type Cluster interface {
 	Kick()
 	// Known waits until the cluster knows the given GPUs of this host.
 	Known(ctx context.Context, gpus []string)
+	// AcquireHoldings tells the cluster what the claims of this host have, before new ones
+	// are made.
+	AcquireHoldings(ctx context.Context)
 	// Announce sends this host's report to the cluster now.
 	Announce(ctx context.Context) error
 	// Record stores the progress of a long operation in the cluster.
@@ -93,15 +95,7 @@ type Cluster interface {
 	Devices(host string) (gpuctlv1connect.DeviceServiceClient, error)
 }
 
-var (
-	_ Cluster     = (*member.Node)(nil)
-	_ member.Host = (*Host)(nil)
-)
-
-// gpusAsked limits the time that the other sources of GPUs (not OpenCL) may take.
-const gpusAsked = 5 * time.Second
-
-var errNotReady = errors.New("the GPUs of this host are not known yet")
+var _ Cluster = (*member.Node)(nil)
 
 // forCluster returns the claim in the form of the cluster. If gpus is not empty, the
 // cluster may choose only from these GPUs of this host.
@@ -234,21 +228,14 @@ func localName(id string) string {
 	return id
 }
 
-// Report returns the properties of this host and its GPUs, for the cluster.
-func (h *Host) Report(ctx context.Context) (*clusterv1.Host, []*clusterv1.GPU, error) {
-	gpus, err := h.DetectedGPUs(ctx)
-	if err != nil {
-		return nil, nil, err
-	}
-	info, err := hostinfo.Read(ctx, h.Root, hostinfo.Netlink{})
-	if err != nil {
-		h.Log.Debug("not all of the host is known", "err", err)
-	}
-	return info, gpus, nil
+// DetectedGPUs returns the GPUs of this host that OpenCL's runtimes, NVML or the scan of PCI
+// devices have found, as they name them.
+func (h *Host) DetectedGPUs(ctx context.Context) ([]*clusterv1.GPU, error) {
+	return h.merged(ctx, nil)
 }
 
-// DetectedGPUs returns the GPUs of this host, of all sources.
-func (h *Host) DetectedGPUs(ctx context.Context) ([]*clusterv1.GPU, error) {
+// merged is DetectedGPUs with the profiles of cards; nil: there are none.
+func (h *Host) merged(ctx context.Context, profiles func(*pci.Card) []*clusterv1.Profile) ([]*clusterv1.GPU, error) {
 	select {
 	case <-h.discovered:
 	default:
@@ -256,7 +243,10 @@ func (h *Host) DetectedGPUs(ctx context.Context) ([]*clusterv1.GPU, error) {
 	}
 	var err error
 	inSessions := h.driverPIDs()
-	in := discover.Input{Runtimes: h.gpus, RuntimeKey: runtimeKey, Ours: func(pid uint32) bool { return inSessions[pid] || h.ours(pid) }}
+	in := discover.Input{
+		Runtimes: h.gpus, RuntimeKey: runtimeKey, Catalog: h.Catalog, Profiles: profiles,
+		Ours: func(pid uint32) bool { return inSessions[pid] || h.ours(pid) },
+	}
 	if in.Cards, err = h.PCI.Cards(); err != nil {
 		h.Log.Debug("pci devices not scanned", "err", err)
 	}
@@ -265,25 +255,9 @@ func (h *Host) DetectedGPUs(ctx context.Context) ([]*clusterv1.GPU, error) {
 		in.NVML, in.NVMLErr = h.NVML.List(ctx)
 		cancel()
 	}
-	if h.Cards != nil {
-		in.Catalog, in.Profiles = h.Cards.Catalog.Lookup, h.Cards.Keeper.Profiles
-	}
 	gpus, warnings := discover.Merge(in)
 	for _, w := range warnings {
 		h.Log.Debug("gpu left out", "err", w)
-	}
-	if h.Cards != nil {
-		h.Cards.Keeper.Annotate(gpus)
-	}
-	if h.Mediated != nil {
-		gpus = append(gpus, h.Mediated.Inventory()...)
-	}
-	for _, g := range h.servedGPUs() {
-		if slices.ContainsFunc(gpus, func(own *clusterv1.GPU) bool { return own.GetName() == g.GetName() }) {
-			h.Log.Warn("a GPU of a service VM is left out: another GPU has its name", "gpu", g.GetName())
-			continue
-		}
-		gpus = append(gpus, g)
 	}
 	return gpus, nil
 }
@@ -295,73 +269,15 @@ func (h *Host) ours(pid uint32) bool {
 	return err == nil && len(args) > 1 && args[1] == "executor"
 }
 
-// Facts returns the properties of this host that change often.
-func (h *Host) Facts(ctx context.Context) (*clusterv1.HostFacts, error) {
-	f := &clusterv1.HostFacts{UnixMs: time.Now().UnixMilli()}
-	var err error
-	if f.Load1, f.FreeMemory, err = hostinfo.Load(h.Root); err != nil {
-		h.Log.Debug("load is not known", "err", err)
-	}
-	gpus, err := h.DetectedGPUs(ctx)
-	if err != nil {
-		return nil, err
-	}
-	var answer *nvml.Response
-	if h.NVML != nil {
-		ctx, cancel := context.WithTimeout(ctx, gpusAsked)
-		answer, _ = h.NVML.Facts(ctx) // the health of the GPUs contains the error
-		cancel()
-	}
-	known := map[string]*clusterv1.GPUFacts{}
-	for _, g := range discover.Facts(gpus, answer) {
-		known[localName(g.GetGpu())] = g
-	}
-	if err := h.Resync(ctx); err != nil {
-		h.Log.Debug("sessions are as last seen", "err", err)
-	}
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	for _, g := range gpus {
-		facts := known[g.GetName()]
-		if facts == nil {
-			facts = &clusterv1.GPUFacts{}
-		}
-		facts.Gpu, facts.Health, facts.HealthReason = g.GetName(), g.GetHealth(), g.GetHealthReason()
-		var used uint64
-		for _, s := range h.sessions {
-			if !h.onGPU(s.Session) || !slices.Contains(splitIDs(s.GetTarget().GetGpu()), g.GetName()) {
-				continue
-			}
-			used += s.GetUsage().GetMemory()
-			facts.Sessions = append(facts.Sessions, &clusterv1.SessionFacts{
-				Session: s.GetId(), Pid: s.GetPid(), Command: s.GetCommand(), Memory: s.GetUsage().GetMemory(), Launches: s.GetUsage().GetLaunches(),
-				Owner: s.GetOwner(), Weight: s.GetWeight(), Share: s.GetShare(),
-			})
-		}
-		if facts.UsedMemory == nil {
-			facts.UsedMemory = &used
-		}
-		slices.SortFunc(facts.Sessions, func(a, b *clusterv1.SessionFacts) int { return strings.Compare(a.GetSession(), b.GetSession()) })
-		f.Gpus = append(f.Gpus, facts)
-	}
-	return f, nil
-}
-
-// Knows reports whether a claim that this host has made still exists.
+// Knows reports whether a claim that this host has made for sessions still exists.
 func (h *Host) Knows(id string) bool {
-	if h.Cards != nil && h.Cards.Keeper.Knows(id) || h.Mediated != nil && h.Mediated.Knows(id) {
-		return true
-	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return h.claims[id] != nil || h.claiming[id]
 }
 
-// Uses reports whether a claim uses a GPU, has part of it reserved, or is getting one.
+// Uses reports whether a claim uses a GPU for sessions, has part of it reserved, or is getting one.
 func (h *Host) Uses(id, gpu string) bool {
-	if h.Cards != nil && h.Cards.Keeper.Uses(id, gpu) || h.Mediated != nil && h.Mediated.Uses(id, gpu) {
-		return true
-	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.claiming[id] || h.lending[id] > 0 {
@@ -378,19 +294,9 @@ func (h *Host) Uses(id, gpu string) bool {
 	return false
 }
 
-// Holdings returns which GPUs this host's claims have, for the cluster's inventory.
+// Holdings returns which GPUs this host's claims of sessions have.
 func (h *Host) Holdings() []member.Holding {
 	var out []member.Holding
-	if h.Cards != nil {
-		for c, gpu := range h.Cards.Keeper.Held() {
-			out = append(out, member.Holding{Claim: c, GPUs: []string{gpu}})
-		}
-	}
-	if h.Mediated != nil {
-		for _, held := range h.Mediated.Held() {
-			out = append(out, member.Holding{Claim: held.Claim, GPUs: []string{held.GPU}, Amount: held.Memory})
-		}
-	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, c := range h.claims {
@@ -407,12 +313,12 @@ func (h *Host) Holdings() []member.Holding {
 	return out
 }
 
-// Ready reports whether the answers of Uses and Knows are complete. After its start, a
-// host first has to learn which sessions exist.
+// Ready reports whether it is known who has which GPU of this host. After its start, a host
+// first has to learn which sessions exist, and which cards VMs have.
 func (h *Host) Ready() bool {
 	select {
 	case <-h.ready:
-		return (h.Cards == nil || h.Cards.Keeper.Settled()) && (h.Mediated == nil || h.Mediated.Settled())
+		return !slices.ContainsFunc(h.Settled, func(s *atomic.Bool) bool { return !s.Load() })
 	default:
 		return false
 	}
@@ -443,18 +349,4 @@ func (h *Host) record(op *operation, change func(*clusterv1.Migration)) {
 	m := proto.CloneOf(op.record)
 	h.mu.Unlock()
 	h.Cluster.Record(m)
-}
-
-// RecordCardEvent adds an event about a card to the cluster's log.
-func (h *Host) RecordCardEvent(gpu, kind, message string) {
-	if c := h.Cluster; c != nil {
-		c.Note(&clusterv1.Event{Kind: clusterv1.Kind_KIND_GPU, Object: c.HostName() + "/" + gpu, Type: kind, Message: message})
-	}
-}
-
-// RecordHostEvent adds an event about this host to the cluster's log.
-func (h *Host) RecordHostEvent(kind, message string) {
-	if c := h.Cluster; c != nil {
-		c.Note(&clusterv1.Event{Kind: clusterv1.Kind_KIND_HOST, Object: c.HostName(), Type: kind, Message: message})
-	}
 }

@@ -2,7 +2,8 @@
 // sessions between them.
 //
 // Host has the state and the rules. It calls gpuguest through the generated GuestService
-// client. Server offers a Host as HostService.
+// client. Server offers a Host as HostService. Report joins what a Host knows with what the
+// keepers of cards and of mediated GPUs know, for the cluster.
 //
 // # Guarantees
 //

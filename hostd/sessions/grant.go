@@ -184,13 +184,23 @@ func (h *Host) FollowVM(m vm.VM, id, host string) error {
 // EndLeasesVM ends all far executors of a VM's claim.
 func (h *Host) EndLeasesVM(ctx context.Context, m vm.VM, id, why string) error {
 	h.mu.Lock()
-	var leases []*lent
+	leases := h.leases(func(l *lent) bool { return l.Claim == id && l.VM.is(m.UUID) })
+	h.mu.Unlock()
+	return h.dropLeases(ctx, leases, why)
+}
+
+// leases returns the leases for others that are of a kind. The caller holds h.mu.
+func (h *Host) leases(of func(*lent) bool) (out []*lent) {
 	for _, l := range h.lent {
-		if l.Claim == id && l.VM.is(m.UUID) {
-			leases = append(leases, l)
+		if of(l) {
+			out = append(out, l)
 		}
 	}
-	h.mu.Unlock()
+	return out
+}
+
+// dropLeases ends several leases. If there is an error, some of them may be left.
+func (h *Host) dropLeases(ctx context.Context, leases []*lent, why string) error {
 	var errs []error
 	for _, l := range leases {
 		errs = append(errs, h.dropLease(ctx, l, why))

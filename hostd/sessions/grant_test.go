@@ -47,11 +47,8 @@ func (v *vmsElsewhere) Moves(context.Context, string) bool {
 
 func newGranter(t *testing.T) (*lender, *vmsElsewhere) {
 	t.Helper()
-	l, _ := newVMLender(t)
 	v := &vmsElsewhere{is: migrate.Running}
-	l.host.mu.Lock()
-	l.host.VMs = v
-	l.host.mu.Unlock()
+	l, _ := newVMLender(t, func(c *HostConfig) { c.VMs = v })
 	return l, v
 }
 
@@ -171,10 +168,6 @@ func TestALastingClaimEndsWithItsVM(t *testing.T) {
 			}
 			l.halt()
 			l.start()
-			l.lends(&runningMigrations{})
-			l.host.mu.Lock()
-			l.host.VMs = v
-			l.host.mu.Unlock()
 			look := func(later time.Duration) bool {
 				l.host.mu.Lock()
 				k := l.host.claims[id]
@@ -202,7 +195,7 @@ func TestALastingClaimEndsWithItsVM(t *testing.T) {
 
 // A claim follows its VM, and one that the log has released ends.
 func TestALastingClaimFollowsItsVMAndTheLog(t *testing.T) {
-	l, v := newGranter(t)
+	l, _ := newGranter(t)
 	id := endpoint.LastingClaim(webVM.UUID)
 	if err := l.grant(webVM, "big", 1<<30, false); err != nil {
 		t.Fatal(err)
@@ -218,13 +211,9 @@ func TestALastingClaimFollowsItsVMAndTheLog(t *testing.T) {
 	}
 	l.halt()
 	l.start()
-	l.lends(&runningMigrations{})
 	if host, err := l.host.VMHost(webVM, id); err != nil || host != "h2" {
 		t.Errorf("after a restart: %s %v", host, err)
 	}
-	l.host.mu.Lock()
-	l.host.VMs = v
-	l.host.mu.Unlock()
 	if _, err := l.leaseOf(webVM, "l1", "big"); err != nil {
 		t.Fatal(err)
 	}

@@ -14,6 +14,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"connectrpc.com/connect"
@@ -21,13 +22,8 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
-	"github.com/gpuctl/gpuctl/hostd/cards/cardapi"
-	"github.com/gpuctl/gpuctl/hostd/cards/platform"
 	"github.com/gpuctl/gpuctl/hostd/config"
 	"github.com/gpuctl/gpuctl/hostd/inventory"
-	"github.com/gpuctl/gpuctl/hostd/mediated"
-	"github.com/gpuctl/gpuctl/hostd/migration"
-	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
 	"github.com/gpuctl/gpuctl/hostd/sessions/ledger"
 	"github.com/gpuctl/gpuctl/hostd/telemetry/metrics"
 	"github.com/gpuctl/gpuctl/hostd/telemetry/trace"
@@ -37,6 +33,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/suggest"
 	"github.com/gpuctl/gpuctl/internal/wait"
+	"github.com/gpuctl/gpuctl/passthrough/catalog"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
@@ -72,18 +69,18 @@ type HostConfig struct {
 	LendAddress func() string
 	// Pending reports whether a migration has not ended, or whether that is unknown. nil: no
 	// VM migrates.
-	Pending    func(ctx context.Context, migration string) bool
-	VMs        VMs                // nil: no VM has a GPU of this host lastingly
-	Servers    Servers            // nil: no VM serves others
-	NVML       NVML               // nil: NVML is not used
-	Cards      *platform.Platform // nil: cards are not given to VMs
-	Mediated   *mediated.Keeper   // nil: no mediated GPUs
-	Devices    *cardapi.API       // set if Cards is, as are the next two
-	Site       *endpoint.Local
-	Migrations *migration.Manager
-	Metrics    *metrics.Metrics // nil: no metrics
-	Tracer     *trace.Tracer    // nil: no traces
-	Log        *slog.Logger
+	Pending func(ctx context.Context, migration string) bool
+	VMs     VMs     // nil: no VM has a GPU of this host lastingly
+	Servers Servers // nil: no VM serves others
+	NVML    NVML    // nil: NVML is not used
+	// Catalog finds a model by its PCI ids; nil: no catalogue.
+	Catalog func(*pci.Device) (catalog.Entry, bool)
+	// Settled are set when the keepers of this host's other GPUs know who has which. They are
+	// made after the host, and report it here.
+	Settled []*atomic.Bool
+	Metrics *metrics.Counters // nil: no metrics
+	Tracer  *trace.Tracer     // nil: no traces
+	Log     *slog.Logger
 }
 
 // Host is the state of one host, and the rules by which it changes.
@@ -131,14 +128,15 @@ type session struct {
 	seen time.Time // when it was reported first
 }
 
-// NewHost returns a host that knows no GPUs, claims or sessions. Start finds them.
-func NewHost(c HostConfig) (*Host, error) {
+// NewHost returns a host that knows no GPUs, claims or sessions. Start finds them. ctx ends
+// with the daemon.
+func NewHost(ctx context.Context, c HostConfig) (*Host, error) {
 	proc, err := fs.Sub(c.Root, "proc")
 	if err != nil {
 		return nil, fmt.Errorf("root: %w", err)
 	}
 	return &Host{
-		HostConfig: c, proc: proc, discovered: make(chan struct{}), ready: make(chan struct{}), ctx: context.Background(),
+		HostConfig: c, proc: proc, discovered: make(chan struct{}), ready: make(chan struct{}), ctx: ctx,
 		ledger: ledger.New(), claims: map[string]*claim{}, claiming: map[string]bool{}, sessions: map[string]*session{}, over: map[string]time.Time{},
 		ops: map[string]*operation{}, last: map[string]*gpuctlv1.SwapResult{},
 		borrowed: map[string]*borrowed{}, asking: map[string]bool{}, lent: map[string]*lent{}, lending: map[string]int{},
@@ -149,7 +147,6 @@ func NewHost(c HostConfig) (*Host, error) {
 // Start reads the journal, discovers the GPUs, and takes over the existing claims and
 // sessions. Calls that need these wait until Start has returned.
 func (h *Host) Start(ctx context.Context) error {
-	h.ctx = ctx
 	j, err := readJournal(h.StateFile)
 	if err != nil {
 		// The true state is in gpuguest. hostd can manage it without the journal, if that
@@ -200,29 +197,14 @@ func (h *Host) Start(ctx context.Context) error {
 	if err := h.Resync(ctx); err != nil {
 		h.Log.Warn("sessions not known yet", "err", err)
 	}
-	h.acquireHoldings(ctx)
+	h.Cluster.AcquireHoldings(ctx)
 	h.Reoffer(ctx)
 	close(h.ready)
 	h.Cluster.Kick()
 	return nil
 }
 
-// acquireHoldings reports to the cluster what this host's claims have, before new claims are made. A
-// cluster that is in memory only has lost that. What fails here is repeated later.
-func (h *Host) acquireHoldings(ctx context.Context) {
-	ctx, cancel := context.WithTimeout(ctx, holdTimeout)
-	defer cancel()
-	for _, held := range h.Holdings() {
-		if err := h.Cluster.Acquire(ctx, held.Claim, held.GPUs, held.Amount); err != nil {
-			h.Log.Warn("the cluster does not know yet what a claim has", "claim", held.Claim.GetId(), "gpu", strings.Join(held.GPUs, separator), "err", err)
-			if ctx.Err() != nil {
-				return
-			}
-		}
-	}
-}
-
-// Wait returns when all operations have ended. They end when the context of Start ends.
+// Wait returns when all operations have ended. They end when the context of NewHost ends.
 func (h *Host) Wait() { h.work.Wait() }
 
 type prober struct {

@@ -48,11 +48,14 @@ type fixture struct {
 	stop context.CancelFunc
 	done chan struct{}
 	gpuctlv1connect.HostServiceClient
-	servers Servers // nil: no service VMs
+	with HostConfig // what the host has beside what each host of a test has
 }
 
-func newFixture(t failer, state string) *fixture {
+func newFixture(t failer, state string, with ...func(*HostConfig)) *fixture {
 	f := &fixture{t: t, guest: guesttest.New(), state: state}
+	for _, set := range with {
+		set(&f.with)
+	}
 	f.open()
 	return f
 }
@@ -72,21 +75,20 @@ func (f *fixture) start() {
 		"proc/1/stat":   {Data: []byte("1 (a) b) S 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 77 0")},
 		"proc/1/status": {Data: []byte("Name:\ta\nUid:\t1000\t1000\t1000\t1000\n")},
 	}
-	host, err := NewHost(HostConfig{
-		Guest: gpuctlv1connect.NewGuestServiceClient(f.front.Client(), f.front.URL), AppSocket: "/app", StateFile: f.state, Config: c,
-		Root: root, PCI: pci.NewScanner(root), NVML: f.nvml, Log: slog.New(slog.DiscardHandler), Servers: f.servers,
-	})
-	if err != nil {
-		f.t.Fatal(err)
-	}
 	ctx, stop := context.WithCancel(context.Background())
-	f.node, err = member.Open(ctx, member.Config{
-		Name: "here", Host: host, Local: func() access.LocalPolicy { return access.LocalPolicy{} }, Logger: slog.New(slog.DiscardHandler),
+	f.node = member.New(ctx, member.Config{
+		Name: "here", Local: func() access.LocalPolicy { return access.LocalPolicy{} }, Logger: slog.New(slog.DiscardHandler),
 	})
+	with := f.with
+	with.Guest, with.AppSocket, with.StateFile, with.Config = gpuctlv1connect.NewGuestServiceClient(f.front.Client(), f.front.URL), "/app", f.state, c
+	with.Root, with.PCI, with.NVML, with.Cluster, with.Log = root, pci.NewScanner(root), f.nvml, f.node, slog.New(slog.DiscardHandler)
+	host, err := NewHost(ctx, with)
 	if err != nil {
 		f.t.Fatal(err)
 	}
-	host.Cluster = f.node
+	if err := f.node.Start(ctx, member.Served{Host: NewReport(host, nil, nil)}); err != nil {
+		f.t.Fatal(err)
+	}
 	if err := host.Start(ctx); err != nil {
 		f.t.Fatal(err)
 	}
@@ -323,7 +325,7 @@ func TestLateListRevivesNothing(t *testing.T) {
 		_, _ = w.Write(answer.Body.Bytes())
 	}))
 	defer slow.Close()
-	h, err := NewHost(HostConfig{
+	h, err := NewHost(t.Context(), HostConfig{
 		Guest: gpuctlv1connect.NewGuestServiceClient(slow.Client(), slow.URL), Cluster: f.node,
 		StateFile: filepath.Join(t.TempDir(), "late.json"), Root: fstest.MapFS{"proc": {Mode: fs.ModeDir}}, Log: slog.New(slog.DiscardHandler),
 	})
@@ -387,7 +389,7 @@ func TestLateWordOfStreamRevivesNothing(t *testing.T) {
 	mux.Handle(gpuctlv1connect.NewGuestServiceHandler(puppet{f.guest, say}))
 	front := httptest.NewServer(mux)
 	defer front.Close()
-	h, err := NewHost(HostConfig{
+	h, err := NewHost(t.Context(), HostConfig{
 		Guest: gpuctlv1connect.NewGuestServiceClient(front.Client(), front.URL), Cluster: f.node,
 		StateFile: filepath.Join(t.TempDir(), "late.json"), Root: fstest.MapFS{"proc": {Mode: fs.ModeDir}}, Log: slog.New(slog.DiscardHandler),
 	})

@@ -27,8 +27,8 @@ type lender struct {
 	t *testing.T
 }
 
-func newLender(t *testing.T) *lender {
-	f := newFixture(t, filepath.Join(t.TempDir(), "state.json"))
+func newLender(t *testing.T, with ...func(*HostConfig)) *lender {
+	f := newFixture(t, filepath.Join(t.TempDir(), "state.json"), with...)
 	t.Cleanup(f.close)
 	return &lender{f, t}
 }

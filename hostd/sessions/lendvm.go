@@ -149,18 +149,9 @@ func (h *Host) EndLendVM(ctx context.Context, m vm.VM, id string) error {
 		c.Released = true // no lease begins any more
 		h.save()
 	}
-	var leases []*lent
-	for _, l := range h.lent {
-		if l.Claim == id && l.VM.is(m.UUID) {
-			leases = append(leases, l)
-		}
-	}
+	leases := h.leases(func(l *lent) bool { return l.Claim == id && l.VM.is(m.UUID) })
 	h.mu.Unlock()
-	var errs []error
-	for _, l := range leases {
-		errs = append(errs, h.dropLease(ctx, l, "the VM does not need it any more"))
-	}
-	if err := errors.Join(errs...); err != nil {
+	if err := h.dropLeases(ctx, leases, "the VM does not need it any more"); err != nil {
 		return err
 	}
 	if c == nil {

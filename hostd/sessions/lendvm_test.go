@@ -43,21 +43,14 @@ func (r *runningMigrations) pending(_ context.Context, id string) bool {
 }
 
 // newVMLender is a host that lends to VMs, with migration m-1 running.
-func newVMLender(t *testing.T) (*lender, *runningMigrations) {
+func newVMLender(t *testing.T, with ...func(*HostConfig)) (*lender, *runningMigrations) {
 	t.Helper()
-	l := newLender(t)
 	r := &runningMigrations{ids: map[string]bool{"m-1": true}}
-	l.lends(r)
-	return l, r
+	return newLender(t, append(with, lends, func(c *HostConfig) { c.Pending = r.pending })...), r
 }
 
-// lends has the host, which is not asked yet, lend to VMs.
-func (l *lender) lends(r *runningMigrations) {
-	l.host.LendAddress = func() string { return "here:7651" }
-	l.host.mu.Lock()
-	l.host.Pending = r.pending
-	l.host.mu.Unlock()
-}
+// lends makes a host lend to VMs.
+func lends(c *HostConfig) { c.LendAddress = func() string { return "here:7651" } }
 
 func (l *lender) lendVM(claim, gpu string) error {
 	return l.host.LendVM(l.t.Context(), web, gpu, claim, "m-1")
@@ -168,7 +161,6 @@ func TestTheEndOfAMigrationEndsWhatItsVMHasBorrowed(t *testing.T) {
 			if restart {
 				l.halt()
 				l.start()
-				l.lends(r)
 			}
 			l.host.endVMs(t.Context())
 			if len(l.guest.Leases()) != 1 || len(l.owners()["big"]) != 1 {
@@ -209,7 +201,7 @@ func TestTheRecordOfAMigrationDecidesWhoBorrowsForAVM(t *testing.T) {
 	log := slog.New(slog.DiscardHandler)
 	ready := func() bool { return true }
 	manager := migration.New(migration.Config{Node: l.node, Ready: ready, Log: log})
-	site := &endpoint.Local{Name: "here", Lender: l.host, Borrows: manager.Borrows, Log: log}
+	site := &endpoint.Local{Whereabouts: endpoint.Whereabouts{Name: "here", Log: log}, Lender: l.host, Borrows: manager.Borrows}
 	mux := http.NewServeMux()
 	site.Handle(mux)
 	caller := "h1"

@@ -40,8 +40,8 @@ const mostListed = 2 * maxLent
 // longestAnswer is how many bytes of a service VM's error are passed on.
 const longestAnswer = 200
 
-// Servers are the service VMs of this host. servicevm.Keeper implements it. It is asked under
-// h.mu, and calls the host without a lock of its own.
+// Servers are the service VMs of this host. servicevm.Registry implements it. It is asked under
+// h.mu. What changes it, servicevm.Keeper, calls the host without a lock.
 type Servers interface {
 	GPUs() []servicevm.GPU
 	// Client returns the way to the gpuguest of a service VM.
@@ -396,12 +396,7 @@ func (h *Host) GPUUsers(gpus []string) (out []string) {
 // EndUsers implements servicevm.Claims.
 func (h *Host) EndUsers(ctx context.Context, server string, gpus []string, why string) error {
 	h.mu.Lock()
-	var leases []*lent
-	for _, l := range h.lent {
-		if l.Server == server {
-			leases = append(leases, l)
-		}
-	}
+	leases := h.leases(func(l *lent) bool { return l.Server == server })
 	var claims []*claim
 	for _, c := range h.claims {
 		if c.VM != nil && slices.ContainsFunc(c.GPUs, func(g string) bool { return slices.Contains(gpus, g) }) {
@@ -409,10 +404,7 @@ func (h *Host) EndUsers(ctx context.Context, server string, gpus []string, why s
 		}
 	}
 	h.mu.Unlock()
-	var errs []error
-	for _, l := range leases {
-		errs = append(errs, h.dropLease(ctx, l, why))
-	}
+	errs := []error{h.dropLeases(ctx, leases, why)}
 	for _, c := range claims {
 		errs = append(errs, h.EndLendVM(ctx, vm.VM{UUID: c.VM.UUID, Name: c.VM.Name}, c.ID))
 	}

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"net/http/httptest"
-	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -86,7 +85,7 @@ func (c *lyingClient) Lend(ctx context.Context, r *connect.Request[gpuctlv1.Lend
 }
 
 // newServed is a host that lends, with a service VM.
-func newServed(t *testing.T) (*lender, *fakeServers) {
+func newServed(t *testing.T, with ...func(*HostConfig)) (*lender, *fakeServers) {
 	t.Helper()
 	s := &fakeServers{guest: guesttest.New()}
 	front := httptest.NewServer(s.guest.Handler())
@@ -95,10 +94,7 @@ func newServed(t *testing.T) (*lender, *fakeServers) {
 		front.CloseClientConnections()
 		front.Close()
 	})
-	f := &fixture{t: t, guest: guesttest.New(), state: filepath.Join(t.TempDir(), "state.json"), servers: s}
-	f.open()
-	t.Cleanup(f.close)
-	l := &lender{f, t}
+	l := newLender(t, append(with, func(c *HostConfig) { c.Servers = s })...)
 	l.settled()
 	return l, s
 }
@@ -158,8 +154,7 @@ func TestAGPUOfAServiceVMIsForOthersOnly(t *testing.T) {
 
 // VMs share it by memory, and what computes there ends with their claims, or with the service.
 func TestVMsShareAGPUOfAServiceVM(t *testing.T) {
-	l, s := newServed(t)
-	l.host.LendAddress = func() string { return "here:7651" }
+	l, s := newServed(t, lends)
 	db := vm.VM{UUID: "11111111-2222-4333-8444-555555555502", Name: "db"}
 	web := vm.VM{UUID: "11111111-2222-4333-8444-555555555501", Name: "web"}
 	for _, m := range []vm.VM{web, db} {

@@ -29,11 +29,6 @@ var _ gpuctlv1connect.HostServiceHandler = (*Server)(nil)
 
 // Handle adds the host's API to a mux.
 func (h *Host) Handle(mux *http.ServeMux, options ...connect.HandlerOption) {
-	if h.Cards != nil {
-		h.Devices.Handle(mux, options...)
-		h.Site.Handle(mux, options...)
-		h.Migrations.Handle(mux, options...)
-	}
 	options = append(options, connect.WithReadMaxBytes(1<<20), connect.WithCompressMinBytes(64<<10))
 	mux.Handle(gpuctlv1connect.NewHostServiceHandler(&Server{h}, options...))
 }

@@ -1,6 +1,8 @@
 package durable_test
 
 import (
+	"errors"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"testing"
@@ -43,5 +45,20 @@ func TestReplaceFails(t *testing.T) {
 	}
 	if entries, _ := os.ReadDir(dir); len(entries) != 1 {
 		t.Errorf("left behind: %v", entries)
+	}
+}
+
+func TestReadIsBounded(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "f")
+	if _, err := durable.Read(path, 3); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("there is no file, and the error is %v", err)
+	}
+	for content, fits := range map[string]bool{"": true, "abc": true, "abcd": false} {
+		if err := durable.Replace(path, []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if got, err := durable.Read(path, 3); (err == nil) != fits || fits && string(got) != content {
+			t.Errorf("%q: %q, %v", content, got, err)
+		}
 	}
 }

@@ -56,9 +56,11 @@ func lockers(t *testing.T, kind libvirt.Locks) *locked {
 	for i, h := range w.hosts {
 		w.virt[i] = client(t, h, patient)
 		w.site[i] = &endpoint.Local{
-			Name: h.Name, Client: w.virt[i], Log: slog.New(slog.DiscardHandler), Locks: func() virt.Locks { return w.locks(i) },
-			Others: func() []string { return []string{w.hosts[1-i].Name} },
-			Peer:   func(host string) (gpuctlv1connect.SiteServiceClient, error) { return peers[host], nil },
+			Whereabouts: endpoint.Whereabouts{
+				Name: h.Name, Client: w.virt[i], Log: slog.New(slog.DiscardHandler),
+				Peer: func(host string) (gpuctlv1connect.SiteServiceClient, error) { return peers[host], nil },
+			},
+			Locks: func() virt.Locks { return w.locks(i) }, Others: func() []string { return []string{w.hosts[1-i].Name} },
 		}
 		mux := http.NewServeMux()
 		w.site[i].Handle(mux)

@@ -20,6 +20,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/guest/handover"
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
@@ -240,17 +241,17 @@ func (c *carrier) run() error {
 			return fmt.Errorf("far executor: %w", err)
 		}
 	}
-	imports, err := listen(c.cfg.ImportSocket)
+	imports, err := handover.Listen(c.cfg.ImportSocket)
 	if err != nil {
 		return err
 	}
 	defer imports.Close()
-	files, err := listen(c.cfg.FileSocket)
+	files, err := handover.Listen(c.cfg.FileSocket)
 	if err != nil {
 		return err
 	}
 	defer files.Close()
-	control, err := listen(c.cfg.Socket)
+	control, err := handover.Listen(c.cfg.Socket)
 	if err != nil {
 		return err
 	}
@@ -284,19 +285,6 @@ func (c *carrier) run() error {
 		_ = srv.Shutdown(sctx) // the reply to Retire is still sent
 	}
 	return err
-}
-
-func listen(path string) (*net.UnixListener, error) {
-	_ = os.Remove(path)
-	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
-	if err != nil {
-		return nil, fmt.Errorf("listen: %w", err)
-	}
-	if err := os.Chmod(path, 0o600); err != nil {
-		l.Close()
-		return nil, fmt.Errorf("listen: %w", err)
-	}
-	return l, nil
 }
 
 // lose ends the carrier, and so the session that it serves.

@@ -78,14 +78,6 @@ func (c *carrier) widen() {
 	}
 }
 
-// streamOf returns the stream for a chunk. The caller holds c.mu.
-func (c *carrier) streamOf(i uint32) *link.Stream {
-	if len(c.joined) == 0 {
-		return c.bulk
-	}
-	return c.joined[i%uint32(len(c.joined))]
-}
-
 // placeBulk returns where a chunk on the stream of bulk transfers belongs.
 func (c *carrier) placeBulk(kind uint16, head []byte, n int) ([]byte, error) {
 	return c.placeChunk(0, kind, head, n)
@@ -328,7 +320,7 @@ func (c *carrier) sendChunk(s remote.LaneStart, pos *remote.Position, i uint32) 
 		return err
 	}
 	c.mu.Lock()
-	l, st := &c.lanes[s.Lane], c.streamOf(i)
+	l, st := &c.lanes[s.Lane], remote.StreamOf(i, c.joined, c.bulk)
 	if l.start.Run != s.Run {
 		c.mu.Unlock()
 		return errProtocol

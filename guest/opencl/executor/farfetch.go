@@ -177,12 +177,6 @@ func (f *farEnd) dropFetch() {
 	}
 }
 
-// fetched is a batch whose bytes are in this process, but perhaps not in the device yet.
-type fetched struct {
-	landing
-	done chan struct{} // closed when they are
-}
-
 // takeStraight takes batches from another far executor, and acknowledges each when its bytes are in
 // the device. The other one decides which bytes of which objects come, and nothing else:
 // bytes of an object that is in the arena are read to where it is, those of others to a
@@ -193,26 +187,9 @@ func (s *session) takeStraight(conn net.Conn) error {
 		return err
 	}
 	from := remote.NewReader(conn)
-	acks := make(chan fetched, 64)
-	gone := make(chan struct{})
-	go func() {
-		defer close(gone)
-		for l := range acks {
-			st := l.st
-			if x := await(l.evs); st == cl.Success {
-				st = x
-			}
-			close(l.done)
-			var b [4]byte
-			binary.LittleEndian.PutUint32(b[:], uint32(int32(st)))
-			if _, err := conn.Write(b[:]); err != nil {
-				conn.Close() // the reader ends, too
-			}
-		}
-	}()
+	acks, acknowledged := acknowledge(conn, func(error) { conn.Close() }) // the reader ends, too
 	defer func() {
-		close(acks)
-		<-gone
+		acknowledged()
 		s.mu.Lock()
 		s.closeWindow()
 		s.mu.Unlock()
@@ -227,12 +204,12 @@ func (s *session) takeStraight(conn net.Conn) error {
 		if busy[chunk] != nil {
 			<-busy[chunk]
 		}
-		b := fetched{done: make(chan struct{})}
+		b := landing{done: make(chan struct{})}
 		busy[chunk] = b.done
 		at := uint64(chunk) * windowChunk
 		end := at + windowChunk
 		for ; err == nil && len(pieces) > 0; pieces = pieces[40:] {
-			at, err = s.takePiece(from, pieces[:40], at, end, &b.landing)
+			at, err = s.takePiece(from, pieces[:40], at, end, &b)
 		}
 		if err != nil {
 			b.st = cl.OutOfResources

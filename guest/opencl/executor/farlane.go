@@ -89,7 +89,7 @@ func (f *farEnd) sendChunks(l *farLane, start remote.LaneStart, more <-chan stru
 		}
 		p, n, _ := pos.Chunk(i)
 		f.mu.Lock()
-		at, st := l.at(f.hello.ArenaSplit, i, p), f.streamOf(i)
+		at, st := l.at(f.hello.ArenaSplit, i, p), remote.StreamOf(i, f.joined, f.bulk)
 		f.mu.Unlock()
 		b, err := f.arena.Range(at, n)
 		if err != nil {
@@ -114,14 +114,6 @@ func (f *farEnd) join(st *link.Stream) {
 	if !slices.Contains(f.joined, st) {
 		f.joined = append(f.joined, st)
 	}
-}
-
-// streamOf returns the stream for a chunk. The caller holds f.mu.
-func (f *farEnd) streamOf(i uint32) *link.Stream {
-	if len(f.joined) == 0 {
-		return f.bulk
-	}
-	return f.joined[i%uint32(len(f.joined))]
 }
 
 func poke(c chan struct{}) {

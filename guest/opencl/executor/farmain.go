@@ -66,7 +66,7 @@ func mainFar(ctx context.Context, cfg Config) error {
 		return err
 	}
 	v := &farServer{cfg: cfg, first: make(chan remote.Hello, 1), ctrl: newCarried(), seen: time.Now()}
-	files, err := listen(cfg.FileSocket)
+	files, err := handover.Listen(cfg.FileSocket)
 	if err != nil {
 		return err
 	}

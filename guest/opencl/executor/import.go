@@ -24,9 +24,39 @@ func (s *session) serveImports(l net.Listener) {
 	}
 }
 
+// landing is a batch whose bytes are in this process, but perhaps not in the device yet.
 type landing struct {
-	evs []cl.Event
-	st  cl.Status
+	evs  []cl.Event
+	st   cl.Status
+	done chan struct{} // closed when they are; nil: nobody waits for that
+}
+
+// acknowledge answers each batch when its bytes are in the device. failed is called when an
+// answer cannot be sent. end returns when all batches are answered.
+func acknowledge(conn io.Writer, failed func(error)) (acks chan<- landing, end func()) {
+	all := make(chan landing, 64)
+	gone := make(chan struct{})
+	go func() {
+		defer close(gone)
+		for l := range all {
+			st := l.st
+			if x := await(l.evs); st == cl.Success {
+				st = x
+			}
+			if l.done != nil {
+				close(l.done)
+			}
+			var b [4]byte
+			binary.LittleEndian.PutUint32(b[:], uint32(int32(st)))
+			if _, err := conn.Write(b[:]); err != nil {
+				failed(err)
+			}
+		}
+	}()
+	return all, func() {
+		close(all)
+		<-gone
+	}
 }
 
 // receive takes batches from one connection, and acknowledges each when its bytes are in
@@ -48,23 +78,8 @@ func (s *session) receive(conn io.ReadWriter, size int) error {
 	if size == 40 {
 		from = remote.NewReader(conn)
 	}
-	acks := make(chan landing, 64)
-	gone := make(chan struct{})
-	go func() {
-		defer close(gone)
-		for l := range acks {
-			st := l.st
-			if x := await(l.evs); st == cl.Success {
-				st = x
-			}
-			var b [4]byte
-			binary.LittleEndian.PutUint32(b[:], uint32(int32(st)))
-			if _, err := conn.Write(b[:]); err != nil {
-				s.log.Warn("import", "err", err)
-			}
-		}
-	}()
-	defer func() { close(acks); <-gone }()
+	acks, end := acknowledge(conn, func(err error) { s.log.Warn("import", "err", err) })
+	defer end()
 	for {
 		var head [8]byte
 		if _, err := io.ReadFull(from, head[:]); err != nil {
@@ -130,17 +145,17 @@ func (s *session) land(b []byte) landing {
 			continue // released in the meantime: the next graph does not have it
 		}
 		if !p.fits() {
-			return landing{l.evs, cl.InvalidValue}
+			return landing{evs: l.evs, st: cl.InvalidValue}
 		}
 		ptr, ok := s.arenaRange(p.At, p.bytes())
 		if !ok {
-			return landing{l.evs, cl.InvalidValue}
+			return landing{evs: l.evs, st: cl.InvalidValue}
 		}
 		p.ptr = ptr
 		ev, err := s.take(&p)
 		if err != nil {
 			s.log.Error("import", "err", err)
-			return landing{l.evs, cl.OutOfResources}
+			return landing{evs: l.evs, st: cl.OutOfResources}
 		}
 		if ev != 0 {
 			l.evs = append(l.evs, ev)

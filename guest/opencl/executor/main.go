@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"hash/maphash"
 	"log/slog"
-	"net"
 	"net/http"
 	"os"
 	"runtime"
@@ -69,17 +68,17 @@ func Main(ctx context.Context, cfg Config) error {
 		return err
 	}
 	defer s.out.close()
-	imports, err := listen(cfg.ImportSocket)
+	imports, err := handover.Listen(cfg.ImportSocket)
 	if err != nil {
 		return err
 	}
 	defer imports.Close()
-	files, err := listen(cfg.FileSocket)
+	files, err := handover.Listen(cfg.FileSocket)
 	if err != nil {
 		return err
 	}
 	defer files.Close()
-	control, err := listen(cfg.Socket)
+	control, err := handover.Listen(cfg.Socket)
 	if err != nil {
 		return err
 	}
@@ -110,19 +109,6 @@ func Main(ctx context.Context, cfg Config) error {
 	}
 	s.closed.Store(true)
 	return err
-}
-
-func listen(path string) (*net.UnixListener, error) {
-	_ = os.Remove(path)
-	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
-	if err != nil {
-		return nil, fmt.Errorf("listen: %w", err)
-	}
-	if err := os.Chmod(path, 0o600); err != nil {
-		l.Close()
-		return nil, fmt.Errorf("listen: %w", err)
-	}
-	return l, nil
 }
 
 // open loads the runtime, selects the devices and maps the session's memory.

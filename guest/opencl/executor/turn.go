@@ -8,6 +8,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/gpuctl/gpuctl/guest/handover"
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 	"github.com/gpuctl/gpuctl/guest/turn"
@@ -304,7 +305,7 @@ func (s *session) takeTurns() (end func(), err error) {
 	if s.cfg.TurnSocket == "" {
 		return func() {}, nil
 	}
-	l, err := listen(s.cfg.TurnSocket)
+	l, err := handover.Listen(s.cfg.TurnSocket)
 	if err != nil {
 		return nil, err
 	}

@@ -66,6 +66,15 @@ func roleNames() [roles]string {
 // ChunkStream returns which stream of chunks the role is, from 0.
 func (r Role) ChunkStream() (n int, ok bool) { return int(r) - int(Chunks), r >= Chunks && r < Part }
 
+// StreamOf returns the stream that a chunk goes on: each of those for chunks that are
+// connected in turn, or that of bulk transfers while there is none.
+func StreamOf[S any](chunk uint32, chunks []S, bulk S) S {
+	if len(chunks) == 0 {
+		return bulk
+	}
+	return chunks[chunk%uint32(len(chunks))]
+}
+
 // String returns the role's name.
 func (r Role) String() string {
 	if r == 0 || r >= roles {

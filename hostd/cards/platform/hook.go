@@ -13,51 +13,44 @@ import (
 
 // Hook decides about libvirt's events. It never calls libvirt, because libvirtd waits for
 // its answer.
-func (p *Platform) Hook(ctx context.Context, e libvirthook.Event) (libvirthook.Answer, error) {
+func (r *Runner) Hook(ctx context.Context, e libvirthook.Event) (libvirthook.Answer, error) {
 	switch e.Operation {
 	case wire.Prepare:
 		doc, functions, err := assigned(e)
 		if err != nil {
 			return libvirthook.Answer{}, err
 		}
-		if p.PrepareStart != nil {
-			if err := p.PrepareStart(ctx, vm.VM{UUID: canonical(doc.UUID()), Name: e.Domain}); err != nil {
-				return libvirthook.Answer{}, err
-			}
+		m := vm.VM{UUID: canonical(doc.UUID()), Name: e.Domain}
+		if err := r.Parts.PrepareStart(ctx, m); err != nil || len(functions) == 0 {
+			return libvirthook.Answer{}, err
 		}
-		if len(functions) == 0 {
-			return libvirthook.Answer{}, nil
-		}
-		return libvirthook.Answer{}, p.Keeper.PrepareStart(ctx, vm.VM{UUID: canonical(doc.UUID()), Name: e.Domain}, functions)
+		return libvirthook.Answer{}, r.Keeper.PrepareStart(ctx, m, functions)
 	case wire.Release:
 		if doc, _, err := assigned(e); err == nil {
-			p.Keeper.Stopped(canonical(doc.UUID()))
+			r.Keeper.Stopped(canonical(doc.UUID()))
 			return libvirthook.Answer{}, nil
 		}
-		p.Keeper.Kick() // without the XML, Reconcile finds out what has ended
+		r.Keeper.Kick() // without the XML, Reconcile finds out what has ended
 	case wire.Migrate:
-		return p.incoming(e)
+		return r.incoming(e)
 	case wire.Started:
-		p.Keeper.Kick()
-		return libvirthook.Answer{}, p.arrived(ctx, e)
+		r.Keeper.Kick()
+		return libvirthook.Answer{}, r.arrived(ctx, e)
 	case wire.Stopped, wire.Reconnect, wire.Attach:
-		p.Keeper.Kick()
+		r.Keeper.Kick()
 	}
 	return libvirthook.Answer{}, nil
 }
 
 // arrived is called when a domain is complete. One that a migration has brought is still paused
 // then: libxl's driver lets it run when its source has said the last word.
-func (p *Platform) arrived(ctx context.Context, e libvirthook.Event) error {
-	if p.Arrived == nil {
-		return nil
-	}
+func (r *Runner) arrived(ctx context.Context, e libvirthook.Event) error {
 	doc, _, err := assigned(e)
 	if err != nil { // nobody knows which VM it is, and it may run
-		p.log.Warn("it is not seen to that a VM that has arrived is complete", "machine", e.Domain, "err", err)
+		r.log.Warn("it is not seen to that a VM that has arrived is complete", "machine", e.Domain, "err", err)
 		return nil
 	}
-	return p.Arrived(ctx, vm.VM{UUID: canonical(doc.UUID()), Name: e.Domain})
+	return r.Parts.Arrived(ctx, vm.VM{UUID: canonical(doc.UUID()), Name: e.Domain})
 }
 
 // assigned returns the PCI functions in the XML of an event.
@@ -78,7 +71,7 @@ func assigned(e libvirthook.Event) (*domxml.Document, []pci.Address, error) {
 // incoming writes this host's cards into the XML of a VM that arrives. It can do so only
 // if the driver passes the XML to the hook. qemu's does. libxl's of libvirt 9.0 does not;
 // there, cards are attached after the arrival.
-func (p *Platform) incoming(e libvirthook.Event) (libvirthook.Answer, error) {
+func (r *Runner) incoming(e libvirthook.Event) (libvirthook.Answer, error) {
 	if len(e.XML) == 0 {
 		return libvirthook.Answer{}, nil
 	}
@@ -86,7 +79,7 @@ func (p *Platform) incoming(e libvirthook.Event) (libvirthook.Answer, error) {
 	if err != nil || len(functions) == 0 {
 		return libvirthook.Answer{XML: e.XML}, err
 	}
-	held := p.Keeper.ReadyFor(canonical(doc.UUID()))
+	held := r.Keeper.ReadyFor(canonical(doc.UUID()))
 	for i, f := range functions {
 		if i >= len(held) {
 			return libvirthook.Answer{}, fmt.Errorf("vm %s arrives with %s and this host has no card ready for it: gpuctl migrate prepares one", e.Domain, f)

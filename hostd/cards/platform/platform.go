@@ -8,20 +8,12 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"strings"
-	"sync"
 	"time"
 
-	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/hostd/cards"
-	"github.com/gpuctl/gpuctl/hostd/cards/libvirthook"
 	"github.com/gpuctl/gpuctl/hostd/config"
-	"github.com/gpuctl/gpuctl/internal/durable"
-	"github.com/gpuctl/gpuctl/internal/hook/wire"
 	"github.com/gpuctl/gpuctl/internal/vchan"
 	"github.com/gpuctl/gpuctl/internal/virt"
-	"github.com/gpuctl/gpuctl/internal/vm"
-	"github.com/gpuctl/gpuctl/internal/wait"
 	"github.com/gpuctl/gpuctl/internal/xenstore"
 	"github.com/gpuctl/gpuctl/passthrough/bind"
 	"github.com/gpuctl/gpuctl/passthrough/catalog"
@@ -29,7 +21,6 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 	"github.com/gpuctl/gpuctl/passthrough/reset"
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
-	"github.com/gpuctl/gpuctl/passthrough/uevent"
 	"github.com/gpuctl/gpuctl/passthrough/vgpu"
 	"github.com/gpuctl/gpuctl/passthrough/xen"
 )
@@ -45,40 +36,29 @@ const (
 
 // Options are the options of Open.
 type Options struct {
-	Config  config.Devices
-	Dev     bool       // development mode: no VMs are managed
-	Root    sysfs.Root // the host's root folder
-	PCI     *pci.Scanner
-	Dir     string // folder for records
-	RunDir  string // folder for the hook's socket
-	Cluster cards.Cluster
-	GPUs    func(ctx context.Context) ([]*clusterv1.GPU, error)
+	Config config.Devices
+	Dev    bool       // development mode: no VMs are managed
+	Root   sysfs.Root // the host's root folder
+	PCI    *pci.Scanner
+	Dir    string // folder for records
 	// LetGo makes NVML close cards before their drivers are changed; resume ends that.
 	LetGo func(context.Context, []pci.Address) (resume func(), err error)
-	Event func(gpu, kind, message string)
 	Log   *slog.Logger
 }
 
-// Platform has the keeper of cards, and the connections to libvirt and the hypervisor.
+// Platform has what the keeper of cards needs of this host, and the connections to libvirt
+// and the hypervisor.
 type Platform struct {
-	Keeper  *cards.Keeper
+	Cards   cards.Platform
 	Catalog *catalog.Catalog
 	Client  *virt.Client // nil: no libvirt on this host
 	// Vchan connects to a path of a running VM over vchan; nil: the hypervisor is not
 	// Xen.
 	Vchan func(ctx context.Context, uuid, path string) (net.Conn, error)
-	// PrepareStart prepares what a VM gets beside cards for its start; nil: nothing.
-	PrepareStart func(ctx context.Context, m vm.VM) error
-	// Arrived completes what a VM has beside cards, before a VM that a migration has brought
-	// runs here; nil: nothing. After an error the VM is ended, and goes on where it was.
-	Arrived func(ctx context.Context, m vm.VM) error
 
 	xen      *xen.Host        // nil: the hypervisor is not Xen
 	store    *xenstore.Client // as xen
 	log      *slog.Logger
-	pci      *pci.Scanner
-	runDir   string
-	event    func(gpu, kind, message string)
 	binder   *bind.Binder
 	resetter *reset.Resetter
 	close    []func() error
@@ -86,7 +66,7 @@ type Platform struct {
 
 // Open finds out what this host has. It changes no card.
 func Open(ctx context.Context, o Options) (p *Platform, err error) {
-	p = &Platform{log: o.Log, runDir: o.RunDir, event: o.Event, pci: o.PCI}
+	p = &Platform{log: o.Log}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, p.Close())
@@ -102,23 +82,17 @@ func Open(ctx context.Context, o Options) (p *Platform, err error) {
 	}
 	p.close = append(p.close, journal.Close)
 	p.resetter = reset.New(o.Root, reset.WithRecords(filepath.Join(o.Dir, "resets")))
-	c := cards.Config{
-		PCI: o.PCI, File: filepath.Join(o.Dir, "cards.json"), Resetter: resetter{p.resetter, p.Catalog, o.Log},
-		Cluster: o.Cluster, GPUs: o.GPUs, Event: o.Event, Log: o.Log, Park: o.Config.Park,
-	}
-	c.Slicer = vgpu.New(o.Root, p.Catalog.Lookup, vgpu.WithSwitch(switchNVIDIA(o.Root)))
-	if err := p.hypervisor(ctx, o, &c); err != nil {
+	p.Cards.PCI, p.Cards.Resetter = o.PCI, resetter{p.resetter, p.Catalog, o.Log}
+	p.Cards.Slicer = vgpu.New(o.Root, p.Catalog.Lookup, vgpu.WithSwitch(switchNVIDIA(o.Root)))
+	if err := p.hypervisor(ctx, o); err != nil {
 		return p, err
 	}
-	options := []bind.Option{bind.WithUsers(guests(c.Hypervisor))}
+	options := []bind.Option{bind.WithUsers(guests(p.Cards.Hypervisor))}
 	if o.LetGo != nil {
 		options = append(options, bind.WithRelease(o.LetGo))
 	}
 	p.binder = bind.New(o.Root, journal, options...)
-	c.Binder = p.binder
-	if p.Keeper, err = cards.New(c); err != nil {
-		return p, err
-	}
+	p.Cards.Binder = p.binder
 	return p, nil
 }
 
@@ -162,7 +136,8 @@ func guests(h cards.Hypervisor) func(context.Context, []pci.Address) ([]bind.Use
 
 // hypervisor chooses the hypervisor: Xen if this is its control domain, otherwise
 // libvirt's qemu driver if its socket exists.
-func (p *Platform) hypervisor(ctx context.Context, o Options, c *cards.Config) error {
+func (p *Platform) hypervisor(ctx context.Context, o Options) error {
+	c := &p.Cards
 	if o.Dev {
 		c.Hypervisor, c.VMs, c.Isolation = noHypervisor{}, noVMs{why: "hostd --dev manages none"}, judge{isolation.Kernel{Root: o.Root}}
 		return nil
@@ -218,107 +193,6 @@ func (p *Platform) hypervisor(ctx context.Context, o Options, c *cards.Config) e
 		c.Hypervisor, c.Mediated = kvmHypervisor{client}, mediated{client}
 	}
 	return nil
-}
-
-// Run finishes or undoes what was interrupted. Then it runs the keeper of cards, and
-// passes events to it, until ctx ends.
-func (p *Platform) Run(ctx context.Context) error {
-	// First finish an interrupted reset, because its card may have no driver until then.
-	if _, err := p.resetter.Recover(ctx); err != nil {
-		p.log.Error("a reset that was cut short is not undone", "err", err)
-	}
-	done, err := p.binder.Recover(ctx)
-	for _, r := range done {
-		p.log.Info("driver settled", "function", r.Function, "outcome", r.Outcome, "driver", r.Driver)
-	}
-	if err != nil {
-		// The other cards can be managed nevertheless.
-		p.log.Error("a driver is not as it was recorded", "err", err)
-	}
-	listener, err := libvirthook.Listen(p.runDir)
-	if err != nil {
-		return err
-	}
-	// gpuctl-hook reads this when hostd does not run.
-	ids := strings.Join(append(p.Catalog.AnyClassIDs(), ""), "\n")
-	if err := durable.Replace(filepath.Join(p.runDir, wire.IDsName), []byte(ids), 0o600); err != nil {
-		return err
-	}
-	var wg sync.WaitGroup
-	defer wg.Wait()
-	wg.Go(func() {
-		if err := libvirthook.New(libvirthook.HandlerFunc(p.Hook), libvirthook.WithLog(p.log)).Serve(ctx, listener); err != nil && ctx.Err() == nil {
-			p.log.Error("libvirt's hooks are not answered any more", "err", err)
-		}
-	})
-	wg.Go(func() { p.uevents(ctx) })
-	if p.Client != nil {
-		wg.Go(func() { p.libvirt(ctx) })
-	}
-	p.Keeper.Run(ctx)
-	return nil
-}
-
-// uevents makes the keeper reconcile when a PCI device appears, disappears or changes its
-// driver.
-func (p *Platform) uevents(ctx context.Context) {
-	l, err := uevent.Listen()
-	if err != nil {
-		p.log.Warn("changes of devices are noticed late", "err", err)
-		return
-	}
-	defer func() { _ = l.Close() }()
-	p.pci.Hears(true)
-	defer p.pci.Hears(false)
-	for ctx.Err() == nil {
-		e, err := l.Next(ctx)
-		if err != nil {
-			if ctx.Err() == nil {
-				p.pci.Changed()
-				p.log.Warn("uevents", "err", err)
-				_ = wait.For(ctx, time.Second)
-			}
-			continue
-		}
-		if e.Subsystem == "pci" || e.Action == uevent.Lost {
-			p.pci.Changed()
-			p.Keeper.Kick()
-		}
-	}
-}
-
-// libvirt passes libvirt's events about VMs to the keeper.
-func (p *Platform) libvirt(ctx context.Context) {
-	sub := p.Client.Subscribe()
-	defer sub.Close()
-	for {
-		e, err := sub.Next(ctx)
-		if err != nil {
-			return
-		}
-		switch e.Kind {
-		case virt.Stopped:
-			if e.Detail == stoppedSaved {
-				p.saved(e.Domain)
-			}
-			p.Keeper.Stopped(e.Domain.UUID.String())
-		case virt.Started, virt.Resync:
-			p.Keeper.Kick()
-		default:
-		}
-	}
-}
-
-// stoppedSaved is VIR_DOMAIN_EVENT_STOPPED_SAVED.
-const stoppedSaved = 4
-
-// saved reports to the operator that a VM was saved while it had a card. libvirt does not
-// refuse that, although the card's state is lost.
-func (p *Platform) saved(d virt.Domain) {
-	for _, gpu := range p.Keeper.Of(d.UUID.String()) {
-		p.event(gpu, "SavedWithGPU", "VM "+d.Name+" was saved while it had it: the state in the card is lost, and a restore may not get it back; detach a card before saving")
-		p.log.Warn("a VM was saved with a card", "machine", d.Name, "gpu", gpu)
-	}
 }
 
 // Close closes what Open has opened.

@@ -138,8 +138,11 @@ func (r *rig) start() {
 	r.reset = reset.New(kernel{r.m, r}, reset.WithRecords(filepath.Join(r.dir, "resets")))
 	r.binder = bind.New(kernel{r.m, r}, r.journal, bind.WithUsers(guests(r)))
 	r.keeper, err = cards.New(cards.Config{
-		PCI: pci.NewScanner(kernel{r.m, r}), File: filepath.Join(r.dir, "cards.json"), Binder: r.binder, Resetter: resetter{r.reset, known, log}, Hypervisor: r, VMs: r,
-		Isolation: judge{isolation.Kernel{Root: kernel{r.m, r}}}, Slicer: vgpu.New(kernel{r.m, r}, known.Lookup), Cluster: r, Log: log,
+		Platform: cards.Platform{
+			PCI: pci.NewScanner(kernel{r.m, r}), Binder: r.binder, Resetter: resetter{r.reset, known, log}, Hypervisor: r, VMs: r,
+			Isolation: judge{isolation.Kernel{Root: kernel{r.m, r}}}, Slicer: vgpu.New(kernel{r.m, r}, known.Lookup),
+		},
+		File: filepath.Join(r.dir, "cards.json"), Cluster: r, Log: log,
 		GPUs: func(context.Context) ([]*clusterv1.GPU, error) {
 			return []*clusterv1.GPU{{Name: "a10-0", PciAddress: pf}}, nil
 		},

@@ -130,7 +130,7 @@ func (l *Local) cpu(ctx context.Context, x *libvirtxml.Domain) (*gpuctlv1.SiteCP
 
 // agentFacts adds what the VM's agent reports.
 func (l *Local) agentFacts(ctx context.Context, out *gpuctlv1.SiteMachineFacts) {
-	hello, err := l.Guests.hello(ctx, out.GetUuid())
+	hello, err := l.Guests.Hello(ctx, out.GetUuid())
 	if err != nil {
 		out.AgentError = strings.TrimPrefix(err.Error(), errNoAgent.Error()+": ")
 		return
@@ -277,26 +277,4 @@ func (l *Local) HostFacts(ctx context.Context, r *gpuctlv1.SiteHostFactsRequest)
 		out.Cards = append(out.Cards, s)
 	}
 	return out, nil
-}
-
-// Channel returns the path of a VM's guest channel, from its definition.
-func (l *Local) Channel(ctx context.Context, uuid string) (string, error) {
-	d, err := l.domain(ctx, uuid)
-	if err != nil {
-		return "", err
-	}
-	text, err := l.Client.XML(ctx, d, 0)
-	if err != nil {
-		return "", err
-	}
-	doc, err := domxml.Parse(text)
-	if err != nil {
-		return "", err
-	}
-	for _, c := range doc.Channels() {
-		if c.Name == channelName {
-			return c.Path, nil
-		}
-	}
-	return "", fmt.Errorf("the definition of VM %s has no channel %s on a unix socket", d.Name, channelName)
 }

@@ -65,7 +65,7 @@ func TestHostRefusesStepsOfADriverThatWasReplaced(t *testing.T) {
 		t.Fatal(err)
 	}
 	mux := http.NewServeMux()
-	(&Local{Name: "h1", Fence: fence}).Handle(mux)
+	(&Local{Whereabouts: Whereabouts{Name: "h1"}, Fence: fence}).Handle(mux)
 	srv := httptest.NewServer(mux)
 	defer srv.Close()
 	driver := func(token uint64) *Remote {

@@ -105,12 +105,12 @@ func FuzzWishes(f *testing.F) {
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel() // refusals keep their places until the end
 		w := &wishes{
-			local: &Local{Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) {
+			local: &Local{Whereabouts: Whereabouts{Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) {
 				mu.Lock()
 				defer mu.Unlock()
 				asked++
 				return nil, errors.New("no")
-			}},
+			}}},
 			guest: &guest{agent: told}, machine: lentVM, lent: Lent{GPU: farHere, Claim: own}, log: slog.New(slog.DiscardHandler), busy: map[string]bool{},
 		}
 		w.take(ctx, m.GetWishes())

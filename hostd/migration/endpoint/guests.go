@@ -30,12 +30,11 @@ type Channels interface {
 // channelName is the name by which gpuguest finds its channel in the VM.
 const channelName = channel.Name
 
-// Guests connects to the agents in this host's VMs. It makes connections when they are
-// needed, and keeps them. It is safe for concurrent use.
-type Guests struct {
-	// Bulk returns a client of the VM's GuestService for transferring states. It works
-	// until done is called.
-	Bulk func(ctx context.Context, uuid string) (client *http.Client, done func(), err error)
+// GuestsConfig has what Guests depend on.
+type GuestsConfig struct {
+	Channels Channels
+	// Cards returns the cards of this host.
+	Cards func() ([]*pci.Card, error)
 	// Vchan connects to a path of a VM over vchan; nil: the hypervisor is not Xen.
 	Vchan func(ctx context.Context, uuid, path string) (net.Conn, error)
 	// Console means that guest channels are Xen's PV consoles.
@@ -43,10 +42,16 @@ type Guests struct {
 	// Locks is a folder that only hostd can write to. The folders of VMs' sockets can be
 	// written by the VMs' processes. Empty: beside the sockets, for tests.
 	Locks string
+	Log   *slog.Logger
+}
 
-	channels Channels
-	scan     func() ([]*pci.Card, error)
-	log      *slog.Logger
+// Guests connects to the agents in this host's VMs. It makes connections when they are
+// needed, and keeps them. It is safe for concurrent use.
+type Guests struct {
+	GuestsConfig
+	// Bulk returns a client of the VM's GuestService for transferring states. It works
+	// until done is called.
+	Bulk func(ctx context.Context, uuid string) (client *http.Client, done func(), err error)
 
 	mu   sync.Mutex
 	open map[string]*guest // by UUID
@@ -61,8 +66,8 @@ type guest struct {
 }
 
 // NewGuests returns Guests. It does not connect yet.
-func NewGuests(c Channels, scan func() ([]*pci.Card, error), log *slog.Logger) *Guests {
-	g := &Guests{channels: c, scan: scan, log: log, open: map[string]*guest{}}
+func NewGuests(c GuestsConfig) *Guests {
+	g := &Guests{GuestsConfig: c, open: map[string]*guest{}}
 	g.Bulk = g.bulk
 	return g
 }
@@ -98,7 +103,7 @@ func (g *Guests) bulk(ctx context.Context, uuid string) (*http.Client, func(), e
 		if err == nil {
 			return client, end, nil
 		}
-		g.log.Warn("states take the slow way: the VM's channel", "machine", uuid, "err", err)
+		g.Log.Warn("states take the slow way: the VM's channel", "machine", uuid, "err", err)
 	}
 	return o.link.HTTP(), func() {}, nil
 }
@@ -127,7 +132,7 @@ func (g *Guests) overVchan(ctx context.Context, uuid string, o *guest) (*http.Cl
 
 // get connects to a VM's agent. Errors wrap errNoAgent.
 func (g *Guests) get(ctx context.Context, uuid string) (*guest, error) {
-	path, err := g.channels.Channel(ctx, uuid)
+	path, err := g.Channels.Channel(ctx, uuid)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", errNoAgent, err)
 	}
@@ -140,7 +145,7 @@ func (g *Guests) get(ctx context.Context, uuid string) (*guest, error) {
 		o.close()
 		delete(g.open, uuid)
 	}
-	link, err := channel.Open(path, channel.WithLogger(g.log), channel.WithWait(agentWait), channel.WithLocks(g.Locks))
+	link, err := channel.Open(path, channel.WithLogger(g.Log), channel.WithWait(agentWait), channel.WithLocks(g.Locks))
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", errNoAgent, err)
 	}
@@ -183,8 +188,9 @@ func (g *Guests) Close() error {
 	return nil
 }
 
-// hello calls Hello of a VM's agent. Errors wrap errNoAgent.
-func (g *Guests) hello(ctx context.Context, uuid string) (*gpuctlv1.HelloResponse, error) {
+// Hello returns what a VM's agent says of itself. It may say what it likes. Errors wrap
+// errNoAgent.
+func (g *Guests) Hello(ctx context.Context, uuid string) (*gpuctlv1.HelloResponse, error) {
 	o, err := g.get(ctx, uuid)
 	if err != nil {
 		return nil, err
@@ -194,6 +200,15 @@ func (g *Guests) hello(ctx context.Context, uuid string) (*gpuctlv1.HelloRespons
 		return nil, fmt.Errorf("%w: %w", errNoAgent, err)
 	}
 	return res.Msg, nil
+}
+
+// GuestService returns the way to the sessions and leases in a VM.
+func (g *Guests) GuestService(ctx context.Context, uuid string) (gpuctlv1connect.GuestServiceClient, error) {
+	o, err := g.get(ctx, uuid)
+	if err != nil {
+		return nil, err
+	}
+	return o.work, nil
 }
 
 // About describes the connection to a VM's agent.
@@ -218,7 +233,7 @@ func (g *Guests) About(uuid string) string {
 func (g *Guests) Answers(ctx context.Context, uuid string) error {
 	ctx, cancel := context.WithTimeout(ctx, agentWait)
 	defer cancel()
-	_, err := g.hello(ctx, uuid)
+	_, err := g.Hello(ctx, uuid)
 	return err
 }
 
@@ -238,7 +253,7 @@ func (g *Guests) Has(ctx context.Context, uuid string, function pci.Address) (bo
 	if err != nil {
 		return false, err
 	}
-	hello, err := g.hello(ctx, uuid)
+	hello, err := g.Hello(ctx, uuid)
 	if err != nil {
 		return false, err
 	}
@@ -251,7 +266,7 @@ func (g *Guests) Has(ctx context.Context, uuid string, function pci.Address) (bo
 
 // function returns the PCI function of this host at an address.
 func (g *Guests) function(at pci.Address) (*pci.Device, error) {
-	cards, err := g.scan()
+	cards, err := g.Cards()
 	if err != nil {
 		return nil, err
 	}
@@ -281,7 +296,7 @@ func find(hello *gpuctlv1.HelloResponse, vendor, device uint16) (*gpuctlv1.Guest
 }
 
 func (g *Guests) release(ctx context.Context, uuid string, vendor, device uint16) error {
-	hello, err := g.hello(ctx, uuid)
+	hello, err := g.Hello(ctx, uuid)
 	if err != nil {
 		return err
 	}
@@ -304,7 +319,7 @@ func (g *Guests) release(ctx context.Context, uuid string, vendor, device uint16
 
 // takeUp is the undo of release.
 func (g *Guests) takeUp(ctx context.Context, uuid string, vendor, device uint16) error {
-	hello, err := g.hello(ctx, uuid)
+	hello, err := g.Hello(ctx, uuid)
 	if err != nil {
 		return err
 	}

@@ -69,7 +69,7 @@ func TestGuestHas(t *testing.T) {
 	for i, d := range devices {
 		d.Address = pci.Address{Bus: 1, Device: uint8(i)}
 	}
-	g := NewGuests(v, func() ([]*pci.Card, error) { return []*pci.Card{{Functions: devices}}, nil }, slog.New(slog.DiscardHandler))
+	g := NewGuests(GuestsConfig{Channels: v, Cards: func() ([]*pci.Card, error) { return []*pci.Card{{Functions: devices}}, nil }, Log: slog.New(slog.DiscardHandler)})
 	defer func() {
 		if err := g.Close(); err != nil {
 			t.Error(err)
@@ -114,7 +114,7 @@ func TestNothingCompressedIsTakenFromAGuest(t *testing.T) {
 			_ = z.Close()
 		}))
 	}()
-	g := NewGuests(v, func() ([]*pci.Card, error) { return nil, nil }, slog.New(slog.DiscardHandler))
+	g := NewGuests(GuestsConfig{Channels: v, Cards: func() ([]*pci.Card, error) { return nil, nil }, Log: slog.New(slog.DiscardHandler)})
 	defer func() {
 		if err := g.Close(); err != nil {
 			t.Error(err)
@@ -124,7 +124,7 @@ func TestNothingCompressedIsTakenFromAGuest(t *testing.T) {
 			t.Error(err)
 		}
 	}()
-	if hello, err := g.hello(t.Context(), "vm"); err == nil {
+	if hello, err := g.Hello(t.Context(), "vm"); err == nil {
 		t.Errorf("it was unpacked: %v", hello)
 	}
 	if s := <-asked; strings.Contains(s, "gzip") {
@@ -140,13 +140,11 @@ func TestNothingIsMadeWhereAVMsSocketLies(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, path := range []string{filepath.Join(sockets, "x.sock"), filepath.Join(sockets, "target", "x.sock"), filepath.Join(sockets, "target", "sub", "x.sock")} {
-		g := NewGuests(socketAt(path), nil, slog.New(slog.DiscardHandler))
-		g.Locks = locks
+		g := NewGuests(GuestsConfig{Channels: socketAt(path), Locks: locks, Log: slog.New(slog.DiscardHandler)})
 		if _, err := g.get(t.Context(), "vm"); err != nil {
 			t.Fatal(err)
 		}
-		other := NewGuests(socketAt(path), nil, slog.New(slog.DiscardHandler))
-		other.Locks = locks
+		other := NewGuests(GuestsConfig{Channels: socketAt(path), Locks: locks, Log: slog.New(slog.DiscardHandler)})
 		if _, err := other.get(t.Context(), "vm"); !errors.Is(err, channel.ErrBusy) {
 			t.Errorf("two have the channel %s: %v", path, err)
 		}

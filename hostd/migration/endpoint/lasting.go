@@ -12,7 +12,6 @@ import (
 	"connectrpc.com/connect"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/cluster/access"
 	"github.com/gpuctl/gpuctl/cluster/placement"
 	"github.com/gpuctl/gpuctl/internal/excerpt"
@@ -38,15 +37,11 @@ const (
 	mostWishes   = 64               // of one VM's sessions that are answered at the same time
 	wishTimeout  = time.Minute      // for a lease, which starts a far executor
 	refusedFor   = time.Second      // how long a refused wish keeps its place, so that a VM cannot ask without end
-	whereTimeout = 5 * time.Second  // for a host to say whether it has a VM
 	grantTimeout = 20 * time.Second // for a VM to take an answer
 	longestWhy   = 500              // bytes of a reason that a VM is told
 	wishesLogged = 10               // refusals of one VM at first; then one for each wishesEvery
 	wishesEvery  = 10 * time.Second
 )
-
-// ErrNoHost means that a host is not in the cluster.
-var ErrNoHost = errors.New("it is not in the cluster")
 
 // LastingClaim returns the id of the claim by which a VM has a remote GPU until that is
 // detached. The id is the VM's, so the log itself sees to it that there is one at most.
@@ -80,24 +75,6 @@ type Granter interface {
 	FollowVM(m vm.VM, claim, host string) error
 	// EndLeasesVM ends all far executors of the claim, which stays.
 	EndLeasesVM(ctx context.Context, m vm.VM, claim, why string) error
-}
-
-// WhereOn returns a VM's state on a host. The error wraps ErrNoHost if that is not in the
-// cluster.
-func (l *Local) WhereOn(ctx context.Context, host string, m vm.VM) (migrate.Presence, error) {
-	ctx, cancel := context.WithTimeout(ctx, whereTimeout)
-	defer cancel()
-	switch {
-	case host == l.Name:
-		return l.Where(ctx, m.UUID)
-	case l.Member != nil && !l.Member(host):
-		return 0, fmt.Errorf("host %s: %w", host, ErrNoHost)
-	}
-	peer, err := l.Peer(host)
-	if err != nil {
-		return 0, peerError(host, err)
-	}
-	return (&Remote{Host: host, Service: peer}).Where(ctx, m)
 }
 
 // follows makes sure that a VM with a lasting claim is on the host that asks. The VM may
@@ -300,7 +277,7 @@ func (l *Local) Computing(ctx context.Context, uuid, gpu string) (ids []string, 
 
 // ownDevice returns a card that the VM has for itself and that is ready for OpenCL, or nil.
 func (l *Local) ownDevice(ctx context.Context, uuid string) (*gpuctlv1.GuestDevice, error) {
-	hello, err := l.Guests.hello(ctx, uuid)
+	hello, err := l.Guests.Hello(ctx, uuid)
 	if err != nil {
 		return nil, err
 	}
@@ -333,22 +310,8 @@ func (l *Local) BringHome(ctx context.Context, m vm.VM, sessions []string, repor
 	return err
 }
 
-// Hello returns what a VM's gpuguest says of itself. It may say what it likes.
-func (l *Local) Hello(ctx context.Context, uuid string) (*gpuctlv1.HelloResponse, error) {
-	return l.Guests.hello(ctx, uuid)
-}
-
-// GuestService returns the way to the sessions and leases in a VM.
-func (l *Local) GuestService(ctx context.Context, uuid string) (gpuctlv1connect.GuestServiceClient, error) {
-	o, err := l.Guests.get(ctx, uuid)
-	if err != nil {
-		return nil, err
-	}
-	return o.work, nil
-}
-
 // AgentProtocol returns the version that a VM's gpuguest speaks.
 func (l *Local) AgentProtocol(ctx context.Context, uuid string) (uint32, error) {
-	hello, err := l.Guests.hello(ctx, uuid)
+	hello, err := l.Guests.Hello(ctx, uuid)
 	return hello.GetProtocol(), err
 }

@@ -136,9 +136,11 @@ func newLendingRig(t *testing.T) *lendingRig {
 	r := &lendingRig{caller: "h1", grants: &granter{host: "h1"}, former: &whereabouts{presence: migrate.Running.String()}}
 	h1 := called(t, &r.caller, func(mux *http.ServeMux) { mux.Handle(gpuctlv1connect.NewSiteServiceHandler(r.former)) })
 	r.local = &Local{
-		Name: lender, Lender: r.grants, Grants: r.grants, Borrows: func(*gpuctlv1.SiteMachine, string, string, string) error { return errors.New("no migration") },
-		Member: func(host string) bool { return host != "removed" }, Log: slog.New(slog.DiscardHandler),
-		Peer: func(host string) (gpuctlv1connect.SiteServiceClient, error) { return h1, nil },
+		Whereabouts: Whereabouts{
+			Name: lender, Member: func(host string) bool { return host != "removed" }, Log: slog.New(slog.DiscardHandler),
+			Peer: func(host string) (gpuctlv1connect.SiteServiceClient, error) { return h1, nil },
+		},
+		Lender: r.grants, Grants: r.grants, Borrows: func(*gpuctlv1.SiteMachine, string, string, string) error { return errors.New("no migration") },
 	}
 	r.service = called(t, &r.caller, func(mux *http.ServeMux) { r.local.Handle(mux) })
 	return r
@@ -286,8 +288,8 @@ func TestHostileVMsAskForLeases(t *testing.T) {
 		}
 	})
 	log := &testkit.Log{}
-	host := &Local{Name: "h1", Log: slog.New(slog.NewTextHandler(log, nil)), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return r.service, nil }}
-	host.Guests = NewGuests(v, nil, slog.New(slog.DiscardHandler))
+	host := &Local{Whereabouts: Whereabouts{Name: "h1", Log: slog.New(slog.NewTextHandler(log, nil)), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return r.service, nil }}}
+	host.Guests = NewGuests(GuestsConfig{Channels: v, Log: slog.New(slog.DiscardHandler)})
 	defer host.Guests.Close()
 	told := make(chan struct{})
 	work.Go(func() {

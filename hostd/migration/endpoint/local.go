@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"slices"
 	"strings"
 	"sync"
@@ -15,7 +14,6 @@ import (
 	"connectrpc.com/connect"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/hostd/migration/stash"
 	"github.com/gpuctl/gpuctl/internal/excerpt"
 	"github.com/gpuctl/gpuctl/internal/size"
@@ -45,9 +43,8 @@ type Keeper interface {
 
 // Local does this host's part of migrations.
 type Local struct {
-	Name   string
+	Whereabouts
 	Keeper Keeper
-	Client *virt.Client
 	// VMs are the VMs of the keeper of cards.
 	VMs interface {
 		Find(ctx context.Context, ref string) (vm.Info, error)
@@ -66,8 +63,6 @@ type Local struct {
 	Locks func() virt.Locks
 	// Others returns the other hosts of the cluster. nil: there are none.
 	Others func() []string
-	// Peer returns a client for another host.
-	Peer func(host string) (gpuctlv1connect.SiteServiceClient, error)
 	// Party returns an error if another host must not get or send states of a VM: it does
 	// not take part in the VM's migration. The error wraps migrate.ErrUnreachable if that
 	// is unknown yet.
@@ -76,9 +71,6 @@ type Local struct {
 	// claim, and borrower is one of its hosts, or empty. The error wraps
 	// migrate.ErrUnreachable if that is unknown yet.
 	Borrows func(m *gpuctlv1.SiteMachine, gpu, claim, borrower string) error
-	// Member reports whether a host is in the cluster, or whether that is unknown; nil:
-	// each is.
-	Member func(host string) bool
 	// MovedTo returns where the last migration of a VM that is done has taken it; empty:
 	// none is known. nil: the same.
 	MovedTo func(uuid string) (host string)
@@ -98,7 +90,6 @@ type Local struct {
 	// Follow counts what is sent to a host, and limits VMs to Rate. It is used if libvirt
 	// can do neither.
 	Follow func(ctx context.Context, host string) (Flow, error)
-	Log    *slog.Logger
 }
 
 // Flow counts what is sent to a host.
@@ -110,68 +101,6 @@ type Flow interface {
 // vmOf returns the VM of a request.
 func vmOf(m *gpuctlv1.SiteMachine) vm.VM {
 	return vm.VM{UUID: m.GetUuid(), Name: m.GetName()}
-}
-
-// domain returns libvirt's domain of the VM.
-func (l *Local) domain(ctx context.Context, uuid string) (virt.Domain, error) {
-	if l.Client == nil {
-		return virt.Domain{}, fmt.Errorf("host %s has no libvirt", l.Name)
-	}
-	u, err := virt.ParseUUID(uuid)
-	if err != nil {
-		return virt.Domain{}, err
-	}
-	return l.Client.LookupUUID(ctx, u)
-}
-
-// Where returns the VM's state on this host.
-func (l *Local) Where(ctx context.Context, uuid string) (migrate.Presence, error) {
-	d, err := l.domain(ctx, uuid)
-	if errors.Is(err, virt.ErrNotFound) {
-		return migrate.Absent, nil
-	}
-	if err != nil {
-		return 0, err
-	}
-	state, why, err := l.Client.StateReason(ctx, d)
-	switch {
-	case errors.Is(err, virt.ErrNotFound):
-		return migrate.Absent, nil
-	case err != nil:
-		return 0, err
-	case !state.Active():
-		return migrate.Stopped, nil
-	}
-	// libxl's driver keeps a job on the source as long as it sends the VM. It pauses the VM
-	// for this reason only after that, if Xen refuses to resume the VM because it was never
-	// suspended. Then the VM runs, whatever libvirt says. (libxl_migration.c,
-	// libxlDomainMigrationSrcConfirm)
-	left := state == virt.Paused && why == virt.PausedMigration && l.Client.Driver() == virt.Xen
-	if state == virt.Paused && !left { // a VM that migrates is paused on one of the two hosts
-		if why == virt.PausedMigration && l.keptPaused(ctx, d) {
-			return migrate.Kept, nil
-		}
-		return migrate.Moving, nil
-	}
-	switch job, err := l.Client.Job(ctx, d); {
-	case errors.Is(err, virt.ErrUnsupported) && !left:
-	case err != nil:
-		return 0, err // it may be migrating
-	case job.State == virt.JobBounded || job.State == virt.JobUnbounded:
-		return migrate.Moving, nil
-	}
-	if left {
-		l.Log.Warn("libvirt says that the VM is paused, but the migration has ended and Xen runs it; restart libvirtd, which then reads the state from Xen", "machine", d.Name)
-	}
-	return migrate.Running, nil
-}
-
-// keptPaused reports whether qemu's driver has paused a domain for a migration that is over. Then
-// it could not let the domain go on after a migration that failed, mostly because its lock
-// manager does not permit it. If the domain is arriving, libvirt refuses to tell of its job.
-func (l *Local) keptPaused(ctx context.Context, d virt.Domain) bool {
-	job, err := l.Client.Job(ctx, d)
-	return err == nil && job.State == virt.NoJob
 }
 
 // Pause pauses a VM that runs on another host, too. It loses no state.
@@ -316,7 +245,7 @@ func (l *Local) adopted(ctx context.Context, uuid string) ([]*gpuctlv1.Session, 
 
 // Sessions returns the running sessions, and how much room the VM has for states.
 func (l *Local) Sessions(ctx context.Context, uuid string) (*gpuctlv1.SiteSessionsResponse, error) {
-	hello, err := l.Guests.hello(ctx, uuid)
+	hello, err := l.Guests.Hello(ctx, uuid)
 	if err != nil {
 		return nil, err
 	}

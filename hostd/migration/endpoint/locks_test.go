@@ -2,7 +2,6 @@ package endpoint
 
 import (
 	"errors"
-	"fmt"
 	"log/slog"
 	"net"
 	"os"
@@ -22,18 +21,8 @@ import (
 // Why libvirt's lock manager keeps a VM from starting is told by a reason, with the host
 // that has it.
 func TestStartThatTheLockManagerRefusesHasAReason(t *testing.T) {
-	s := virttest.Start(t, "qemu")
-	v, err := virt.Open("qemu:///system", virt.WithSocket(s.Socket()))
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = v.Close() })
-	if err := v.Ready(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := v.Define(t.Context(), fmt.Appendf(nil, "<domain type='qemu'><name>web</name><uuid>%s</uuid></domain>", lost)); err != nil {
-		t.Fatal(err)
-	}
+	s, v := libvirtd(t, "qemu")
+	define(t, v)
 	locked := virttest.Fault{Code: 87, From: 51, Message: "resource busy: Lockspace resource '/disk' is locked"}
 	dead := virttest.Fault{Code: 38, Message: "Failed to connect socket to '/run/libvirt/virtlockd-sock': Connection refused"}
 	unreachable := elsewhere{err: connect.NewError(connect.CodeUnavailable, errors.New("no route"))}
@@ -50,7 +39,7 @@ func TestStartThatTheLockManagerRefusesHasAReason(t *testing.T) {
 		"there are no others": {locked, nil, reason.Locked, "web", []string{"which other VM"}},
 		"virtlockd is dead":   {dead, nil, reason.LockManagerDown, "h1", []string{"VM web does not run on host h1", "systemctl start virtlockd.socket", "restart libvirtd"}},
 	} {
-		l := &Local{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler)}
+		l := &Local{Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler)}}
 		l.Others = func() (names []string) {
 			for host := range c.others {
 				names = append(names, host)
@@ -79,7 +68,7 @@ func TestFactsSayWhatTheLockManagerDoes(t *testing.T) {
 		t.Fatal(err)
 	}
 	locks := virt.Locks{Manager: "lockd", Socket: filepath.Join(dir, "sock")}
-	l := &Local{Name: "h1", Log: slog.New(slog.DiscardHandler), Locks: func() virt.Locks { return locks }}
+	l := &Local{Whereabouts: Whereabouts{Name: "h1", Log: slog.New(slog.DiscardHandler)}, Locks: func() virt.Locks { return locks }}
 	if name, why := l.lockManager(t.Context()); name != "lockd" || !strings.Contains(why, "lockd: ") {
 		t.Errorf("%q, %q", name, why)
 	}

@@ -53,7 +53,7 @@ func (v *lossyVM) serve() *Local {
 		mux.Handle(gpuctlv1connect.NewGuestServiceHandler(v))
 		over <- channel.Serve(ctx, channel.Port{Root: root}.Open, mux)
 	}()
-	g := NewGuests(v, nil, slog.New(slog.DiscardHandler))
+	g := NewGuests(GuestsConfig{Channels: v, Log: slog.New(slog.DiscardHandler)})
 	v.t.Cleanup(func() {
 		if err := g.Close(); err != nil {
 			v.t.Error(err)
@@ -63,7 +63,7 @@ func (v *lossyVM) serve() *Local {
 			v.t.Error(err)
 		}
 	})
-	return &Local{Name: "h1", Guests: g, Log: slog.New(slog.DiscardHandler)}
+	return &Local{Whereabouts: Whereabouts{Name: "h1", Log: slog.New(slog.DiscardHandler)}, Guests: g}
 }
 
 // The sessions that the driver asks for are told of, whether their applications have ended or

@@ -23,7 +23,7 @@ import (
 // other is what a driver's host would ask its peer.
 func other(r *Remote) otherParts {
 	peer := func(string) (gpuctlv1connect.SiteServiceClient, error) { return r.Service, nil }
-	return otherParts{&Local{Name: "h2", Peer: peer}, r.request(vm.VM{UUID: lost, Name: "web"}), r.Host}
+	return otherParts{&Local{Whereabouts: Whereabouts{Name: "h2", Peer: peer}}, r.request(vm.VM{UUID: lost, Name: "web"}), r.Host}
 }
 
 // partKeeper keeps parts that are bytes.
@@ -92,10 +92,10 @@ func partHosts(t *testing.T) (home, away *Remote, keepers [2]*partKeeper, locals
 		}
 		keepers[i] = &partKeeper{}
 		locals[i] = &Local{
-			Name: name, Fence: fence, Parts: keepers[i], Party: func(*gpuctlv1.SiteMachine, string) error { return nil },
-			Peer: func(host string) (gpuctlv1connect.SiteServiceClient, error) {
+			Whereabouts: Whereabouts{Name: name, Peer: func(host string) (gpuctlv1connect.SiteServiceClient, error) {
 				return remotes[map[string]int{"h1": 0, "h2": 1}[host]].Service, nil
-			},
+			}},
+			Fence: fence, Parts: keepers[i], Party: func(*gpuctlv1.SiteMachine, string) error { return nil },
 		}
 		mux := http.NewServeMux()
 		locals[i].Handle(mux)

@@ -62,8 +62,8 @@ func hostOf(t *testing.T, agent gpuctlv1connect.AgentServiceHandler, guest *cuda
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	over := make(chan error)
 	go func() { over <- channel.Serve(ctx, channel.Port{Root: root}.Open, mux) }()
-	l := &Local{Name: "h1", Log: slog.New(slog.DiscardHandler)}
-	l.Guests = NewGuests(&guestAgent{console: console}, nil, l.Log)
+	l := &Local{Whereabouts: Whereabouts{Name: "h1", Log: slog.New(slog.DiscardHandler)}}
+	l.Guests = NewGuests(GuestsConfig{Channels: &guestAgent{console: console}, Log: l.Log})
 	t.Cleanup(func() {
 		err := l.Guests.Close()
 		cancel()

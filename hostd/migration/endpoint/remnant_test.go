@@ -3,7 +3,6 @@ package endpoint
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"path/filepath"
 	"testing"
@@ -14,7 +13,6 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/internal/virt"
-	"github.com/gpuctl/gpuctl/internal/virt/virttest"
 )
 
 const lost = "0c9f1f5e-3a55-4c3d-8d2c-7c6a8f1a2b3c"
@@ -51,22 +49,8 @@ func TestClear(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 			defer cancel()
-			s := virttest.Start(t, c.driver)
-			v, err := virt.Open(c.driver+":///system", virt.WithSocket(s.Socket()))
-			if err != nil {
-				t.Fatal(err)
-			}
-			t.Cleanup(func() { _ = v.Close() })
-			if err := v.Ready(ctx); err != nil {
-				t.Fatal(err)
-			}
-			d, err := v.Define(ctx, fmt.Appendf(nil, "<domain type='%s'><name>web</name><uuid>%s</uuid></domain>", c.driver, lost))
-			if err == nil {
-				_, err = v.Start(ctx, d)
-			}
-			if err != nil {
-				t.Fatal(err)
-			}
+			s, v := libvirtd(t, c.driver)
+			d := run(t, v)
 			if c.arrived {
 				s.Arrive("web")
 			}
@@ -75,7 +59,7 @@ func TestClear(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			l := &Local{Name: "h1", Fence: fence, Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return c.home, nil }}
+			l := &Local{Fence: fence, Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return c.home, nil }}}
 			cleared, err := l.Clear(ctx, lost, "h2")
 			if cleared != c.cleared || errors.Is(err, ErrTwice) != c.twice || !c.twice && (err != nil) != (c.home.err != nil && c.driver == "xen") {
 				t.Errorf("cleared: %v, %v", cleared, err)
@@ -107,28 +91,14 @@ func TestClear(t *testing.T) {
 // An operator may pause one of two copies, and let it go on, before hostd does:
 // it has run, and is not ended as one that never did.
 func TestCopyThatTheOperatorPausedIsNotEnded(t *testing.T) {
-	s := virttest.Start(t, "xen")
-	v, err := virt.Open("xen:///system", virt.WithSocket(s.Socket()))
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = v.Close() })
-	if err := v.Ready(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	d, err := v.Define(t.Context(), fmt.Appendf(nil, "<domain type='xen'><name>web</name><uuid>%s</uuid></domain>", lost))
-	if err == nil {
-		_, err = v.Start(t.Context(), d)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	_, v := libvirtd(t, "xen")
+	d := run(t, v)
 	fence, err := OpenFence(filepath.Join(t.TempDir(), "tokens.json"), func() string { return "c" })
 	if err != nil {
 		t.Fatal(err)
 	}
 	home := elsewhere{presence: "running"}
-	l := &Local{Name: "h1", Fence: fence, Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return home, nil }}
+	l := &Local{Fence: fence, Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return home, nil }}}
 	stays := func(when string) {
 		t.Helper()
 		if cleared, err := l.Clear(t.Context(), lost, "h2"); cleared || err != nil && !errors.Is(err, ErrTwice) {

@@ -2,7 +2,6 @@ package endpoint
 
 import (
 	"context"
-	"fmt"
 	"log/slog"
 	"testing"
 
@@ -24,27 +23,13 @@ func TestVMRunsTwiceWhereTheLastAnswerIsLost(t *testing.T) {
 			var hosts []*Local
 			var servers []*virttest.Server
 			for _, name := range []string{"h1", "h2"} {
-				s := virttest.Start(t, driver)
-				v, err := virt.Open(driver+":///system", virt.WithSocket(s.Socket()))
-				if err != nil {
-					t.Fatal(err)
-				}
-				t.Cleanup(func() { _ = v.Close() })
-				if err := v.Ready(t.Context()); err != nil {
-					t.Fatal(err)
-				}
-				servers, hosts = append(servers, s), append(hosts, &Local{Name: name, Client: v, Log: slog.New(slog.DiscardHandler)})
+				s, v := libvirtd(t, driver)
+				servers, hosts = append(servers, s), append(hosts, &Local{Whereabouts: Whereabouts{Name: name, Client: v, Log: slog.New(slog.DiscardHandler)}})
 			}
 			a, b := hosts[0], hosts[1]
 			uri := driver + "+tcp://h2/system"
 			servers[0].Peer(uri, servers[1])
-			d, err := a.Client.Define(t.Context(), fmt.Appendf(nil, "<domain type='%s'><name>web</name><uuid>%s</uuid></domain>", driver, lost))
-			if err == nil {
-				_, err = a.Client.Start(t.Context(), d)
-			}
-			if err != nil {
-				t.Fatal(err)
-			}
+			d := run(t, a.Client)
 			servers[0].LoseAnswer()
 			if err := a.Client.Migrate(t.Context(), d, virt.Migration{Destination: uri}); err == nil {
 				t.Error("the answer came")
@@ -77,23 +62,9 @@ func TestVMRunsTwiceWhereTheLastAnswerIsLost(t *testing.T) {
 // A qemu that libvirt has left paused for a migration that is over does not move: its lock
 // manager, or the lack of one, kept it from going on. One that arrives is something else.
 func TestVMThatLibvirtKeepsPausedIsKept(t *testing.T) {
-	s := virttest.Start(t, "qemu")
-	v, err := virt.Open("qemu:///system", virt.WithSocket(s.Socket()))
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = v.Close() })
-	if err := v.Ready(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	l := &Local{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler)}
-	d, err := v.Define(t.Context(), fmt.Appendf(nil, "<domain type='qemu'><name>web</name><uuid>%s</uuid></domain>", lost))
-	if err == nil {
-		_, err = v.Start(t.Context(), d)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	s, v := libvirtd(t, "qemu")
+	l := &Local{Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler)}}
+	run(t, v)
 	s.Leave("web")
 	remote := &Remote{Host: "h1", Service: served{s: &Service{l}}}
 	for _, where := range []func() (migrate.Presence, error){
@@ -124,23 +95,9 @@ func (s served) Where(ctx context.Context, r *connect.Request[gpuctlv1.SiteMachi
 // refuses to resume it, and then libvirt calls it paused although it runs. That is no
 // migration that still goes on.
 func TestVMThatLibvirtLeavesPausedIsNotMoving(t *testing.T) {
-	s := virttest.Start(t, "xen")
-	v, err := virt.Open("xen:///system", virt.WithSocket(s.Socket()))
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = v.Close() })
-	if err := v.Ready(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	l := &Local{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler)}
-	d, err := v.Define(t.Context(), fmt.Appendf(nil, "<domain type='xen'><name>web</name><uuid>%s</uuid></domain>", lost))
-	if err == nil {
-		_, err = v.Start(t.Context(), d)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	s, v := libvirtd(t, "xen")
+	l := &Local{Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler)}}
+	run(t, v)
 	s.Leave("web")
 	if p, err := l.Where(t.Context(), lost); err != nil || p != migrate.Running {
 		t.Errorf("left paused: %v, %v", p, err)

@@ -1,7 +1,6 @@
 package metrics
 
 import (
-	"slices"
 	"strings"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -30,11 +29,7 @@ type family struct {
 	kind prometheus.ValueType
 }
 
-// define records a metric for the manual.
-func (m *Metrics) define(name, kind, help string, labels []string) {
-	m.definitions = append(m.definitions, Definition{name, kind, help, labels})
-}
-
+// family defines a metric whose values are read at each scrape.
 func (m *Metrics) family(name, kind, help string, labels ...string) family {
 	m.define(name, kind, help, labels)
 	f := family{prometheus.NewDesc(name, help, labels, nil), prometheus.GaugeValue}
@@ -43,27 +38,6 @@ func (m *Metrics) family(name, kind, help string, labels ...string) family {
 	}
 	m.scraped = append(m.scraped, f)
 	return f
-}
-
-func (m *Metrics) counter(name, help string, labels ...string) *prometheus.CounterVec {
-	m.define(name, counter, help, labels)
-	v := prometheus.NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, labels)
-	m.registry.MustRegister(v)
-	return v
-}
-
-func (m *Metrics) gauge(name, help string, labels ...string) *prometheus.GaugeVec {
-	m.define(name, gauge, help, labels)
-	v := prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: name, Help: help}, labels)
-	m.registry.MustRegister(v)
-	return v
-}
-
-func (m *Metrics) histogram(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
-	m.define(name, histogram, help, labels)
-	v := prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: name, Help: help, Buckets: buckets}, labels)
-	m.registry.MustRegister(v)
-	return v
 }
 
 // put writes one value of a family.
@@ -92,14 +66,6 @@ func clean(s string) string {
 		s = s[:maxLabel]
 	}
 	return strings.ToValidUTF8(s, "")
-}
-
-// Definitions returns all metrics of gpuctl, by name. Those of the Go runtime and of the
-// process are documented by the client library.
-func (m *Metrics) Definitions() []Definition {
-	all := slices.Clone(m.definitions)
-	slices.SortFunc(all, func(a, b Definition) int { return strings.Compare(a.Name, b.Name) })
-	return all
 }
 
 // word returns an enum's value without its prefix, in lower case.

@@ -17,7 +17,7 @@ const (
 // Follow measures how long claims wait, until ctx ends. It sleeps while no claim changes.
 // Only the leader counts, so that the sum over all hosts is the cluster's.
 func (m *Metrics) Follow(ctx context.Context) {
-	if m == nil || m.sources.View == nil || m.sources.Status == nil {
+	if m.sources.View == nil || m.sources.Status == nil {
 		return
 	}
 	var seen uint64

@@ -9,21 +9,21 @@ import (
 
 // Interceptor returns an interceptor that counts the calls of the API. It must be the
 // first one, so that refusals by the others are counted as answers, too.
-func (m *Metrics) Interceptor() connect.Interceptor { return interceptor{m} }
+func (c *Counters) Interceptor() connect.Interceptor { return interceptor{c} }
 
-type interceptor struct{ m *Metrics }
+type interceptor struct{ c *Counters }
 
 // WrapUnary counts a call and its time.
 func (i interceptor) WrapUnary(next connect.UnaryFunc) connect.UnaryFunc {
 	return func(ctx context.Context, req connect.AnyRequest) (connect.AnyResponse, error) {
-		if i.m == nil || req.Spec().IsClient {
+		if i.c == nil || req.Spec().IsClient {
 			return next(ctx, req)
 		}
 		began := time.Now()
 		res, err := next(ctx, req)
-		procedure := i.m.procedure(req.Spec().Procedure)
-		i.m.took.WithLabelValues(procedure).Observe(time.Since(began).Seconds())
-		i.m.requests.WithLabelValues(procedure, code(err)).Inc()
+		procedure := i.c.procedure(req.Spec().Procedure)
+		i.c.took.WithLabelValues(procedure).Observe(time.Since(began).Seconds())
+		i.c.requests.WithLabelValues(procedure, code(err)).Inc()
 		return res, err
 	}
 }
@@ -37,15 +37,15 @@ func (i interceptor) WrapStreamingClient(next connect.StreamingClientFunc) conne
 // is not measured, because the client decides it.
 func (i interceptor) WrapStreamingHandler(next connect.StreamingHandlerFunc) connect.StreamingHandlerFunc {
 	return func(ctx context.Context, conn connect.StreamingHandlerConn) (err error) {
-		if i.m == nil {
+		if i.c == nil {
 			return next(ctx, conn)
 		}
-		procedure := i.m.procedure(conn.Spec().Procedure)
-		open := i.m.streams.WithLabelValues(procedure)
+		procedure := i.c.procedure(conn.Spec().Procedure)
+		open := i.c.streams.WithLabelValues(procedure)
 		open.Inc()
 		defer open.Dec()
 		err = next(ctx, conn)
-		i.m.requests.WithLabelValues(procedure, code(err)).Inc()
+		i.c.requests.WithLabelValues(procedure, code(err)).Inc()
 		return err
 	}
 }

@@ -127,11 +127,11 @@ func full(t testing.TB) (*log, metrics.Sources) {
 }
 
 // exercise calls every hook.
-func exercise(m *metrics.Metrics) {
-	m.Operation("upgrade", 3*time.Second, &gpuctlv1.SwapResult{
+func exercise(c *metrics.Counters) {
+	c.Operation("upgrade", 3*time.Second, &gpuctlv1.SwapResult{
 		StoppedNs: 20e6, BytesPrecopied: 100, BytesFrozen: 10, Steps: []*gpuctlv1.StepTime{{Step: "precopy", DurationNs: 2e9}},
 	})
-	m.Refused(clusterv1connect.ClusterServiceListProcedure, connect.CodePermissionDenied)
+	c.Refused(clusterv1connect.ClusterServiceListProcedure, connect.CodePermissionDenied)
 }
 
 func exposed(t testing.TB, m *metrics.Metrics) string {
@@ -162,8 +162,8 @@ func expect(t *testing.T, text string, lines ...string) {
 
 func TestScrapeShowsStateAsItIs(t *testing.T) {
 	_, s := full(t)
-	m := metrics.New(s)
-	exercise(m)
+	m := metrics.New(metrics.NewCounters(), s)
+	exercise(m.Counters)
 	text := exposed(t, m)
 	expect(t, text,
 		`gpuctl_cluster_joined 1`, `gpuctl_cluster_is_leader 1`, `gpuctl_cluster_has_leader 1`, `gpuctl_cluster_quorum 1`,
@@ -212,7 +212,7 @@ func TestScrapesFollowTheState(t *testing.T) {
 	l, s := full(t)
 	now := l
 	s.View = func() *state.View { return now.store.View() }
-	m := metrics.New(s)
+	m := metrics.New(metrics.NewCounters(), s)
 	expect(t, exposed(t, m), `gpuctl_claims{state="pending"} 1`, `gpuctl_objects{kind="vgpu"} 1`)
 	l.assign("c-2", share("b/gpu1"))
 	for range 2 {
@@ -227,8 +227,8 @@ func TestScrapesFollowTheState(t *testing.T) {
 
 func TestNamesAreGood(t *testing.T) {
 	_, s := full(t)
-	m := metrics.New(s)
-	exercise(m)
+	m := metrics.New(metrics.NewCounters(), s)
+	exercise(m.Counters)
 	problems, err := testutil.GatherAndLint(m.Registry())
 	if err != nil {
 		t.Fatal(err)
@@ -244,7 +244,7 @@ func TestHostOutsideOfAnyCluster(t *testing.T) {
 		"not joined": {View: func() *state.View { return nil }, Status: func() *clusterv1.StatusResponse { return nil }},
 	} {
 		t.Run(name, func(t *testing.T) {
-			text := exposed(t, metrics.New(s))
+			text := exposed(t, metrics.New(metrics.NewCounters(), s))
 			expect(t, text, "gpuctl_cluster_joined 0")
 			for _, absent := range []string{"gpuctl_cluster_term", "gpuctl_objects", "gpuctl_host_load1"} {
 				if strings.Contains(text, absent) {
@@ -260,7 +260,7 @@ func TestLabelsAreBounded(t *testing.T) {
 	for n := range 300 {
 		l.host(fmt.Sprintf("h%03d", n), fmt.Sprintf("model %03d", n), 1)
 	}
-	m := metrics.New(metrics.Sources{
+	m := metrics.New(metrics.NewCounters(), metrics.Sources{
 		View:   func() *state.View { return l.store.View() },
 		Status: func() *clusterv1.StatusResponse { return &clusterv1.StatusResponse{Joined: true} },
 		Facts: func(context.Context) (*clusterv1.HostFacts, error) {
@@ -307,7 +307,7 @@ func TestScrapesSurviveAHostThatHangs(t *testing.T) {
 		release := make(chan struct{})
 		var mu sync.Mutex
 		asked := 0
-		m := metrics.New(metrics.Sources{Facts: func(context.Context) (*clusterv1.HostFacts, error) {
+		m := metrics.New(metrics.NewCounters(), metrics.Sources{Facts: func(context.Context) (*clusterv1.HostFacts, error) {
 			mu.Lock()
 			asked++
 			mu.Unlock()
@@ -339,7 +339,7 @@ func TestScrapesSurviveAHostThatHangs(t *testing.T) {
 
 func TestScrapesAreLimited(t *testing.T) {
 	inside, release := make(chan struct{}, 8), make(chan struct{})
-	m := metrics.New(metrics.Sources{Status: func() *clusterv1.StatusResponse {
+	m := metrics.New(metrics.NewCounters(), metrics.Sources{Status: func() *clusterv1.StatusResponse {
 		inside <- struct{}{}
 		<-release
 		return nil
@@ -362,9 +362,7 @@ func TestScrapesAreLimited(t *testing.T) {
 }
 
 func TestHooksOfNothing(t *testing.T) {
-	var m *metrics.Metrics
-	exercise(m)
-	m.Follow(t.Context())
+	exercise(nil)
 }
 
 type service struct {
@@ -383,7 +381,7 @@ func (s service) Watch(ctx context.Context, _ *connect.Request[clusterv1.WatchRe
 }
 
 func TestCallsAreCounted(t *testing.T) {
-	m := metrics.New(metrics.Sources{})
+	m := metrics.New(metrics.NewCounters(), metrics.Sources{})
 	s := service{open: make(chan struct{})}
 	mux := http.NewServeMux()
 	mux.Handle(clusterv1connect.NewClusterServiceHandler(s, connect.WithInterceptors(m.Interceptor())))
@@ -433,7 +431,7 @@ func TestWaitsOfClaims(t *testing.T) {
 		l.claim("before", share("a/gpu0"))
 		leader := "a"
 		var mu sync.Mutex
-		m := metrics.New(metrics.Sources{
+		m := metrics.New(metrics.NewCounters(), metrics.Sources{
 			View: func() *state.View { return l.store.View() },
 			Status: func() *clusterv1.StatusResponse {
 				mu.Lock()
@@ -486,8 +484,8 @@ func TestWaitsOfClaims(t *testing.T) {
 // The manual lists what there is, no more and no less.
 func TestManualIsComplete(t *testing.T) {
 	_, s := full(t)
-	m := metrics.New(s)
-	exercise(m)
+	m := metrics.New(metrics.NewCounters(), s)
+	exercise(m.Counters)
 	families, err := m.Registry().Gather()
 	if err != nil {
 		t.Fatal(err)
@@ -565,7 +563,7 @@ func BenchmarkScrape(b *testing.B) {
 	for range 10_000 {
 		status.Members = append(status.Members, &clusterv1.MemberStatus{Healthy: true})
 	}
-	m := metrics.New(metrics.Sources{
+	m := metrics.New(metrics.NewCounters(), metrics.Sources{
 		View:   func() *state.View { return l.store.View() },
 		Status: func() *clusterv1.StatusResponse { return status },
 	})

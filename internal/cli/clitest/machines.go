@@ -308,17 +308,23 @@ func (m *Machines) operates() error {
 	return nil
 }
 
-// Attach implements the RPC.
-func (m *Machines) Attach(_ context.Context, r *connect.Request[gpuctlv1.AttachRequest], out *connect.ServerStream[gpuctlv1.DeviceUpdate]) error {
+// change does a change that an operator asks for. prepare finds out what is to be done, with
+// the lock.
+func (m *Machines) change(plan bool, out *connect.ServerStream[gpuctlv1.DeviceUpdate], prepare func() (*script, error)) error {
 	if err := m.operates(); err != nil {
 		return err
 	}
-	s, err := m.attach(r.Msg)
+	s, err := prepare()
 	if err != nil {
 		m.mu.Unlock()
 		return err
 	}
-	return m.play(s, r.Msg.GetPlan(), out)
+	return m.play(s, plan, out)
+}
+
+// Attach implements the RPC.
+func (m *Machines) Attach(_ context.Context, r *connect.Request[gpuctlv1.AttachRequest], out *connect.ServerStream[gpuctlv1.DeviceUpdate]) error {
+	return m.change(r.Msg.GetPlan(), out, func() (*script, error) { return m.attach(r.Msg) })
 }
 
 func (m *Machines) attach(r *gpuctlv1.AttachRequest) (*script, error) {
@@ -393,15 +399,7 @@ func (m *Machines) choose(vm *gpuctlv1.Machine, r *gpuctlv1.AttachRequest) (stri
 
 // Detach implements the RPC.
 func (m *Machines) Detach(_ context.Context, r *connect.Request[gpuctlv1.DetachRequest], out *connect.ServerStream[gpuctlv1.DeviceUpdate]) error {
-	if err := m.operates(); err != nil {
-		return err
-	}
-	s, err := m.detach(r.Msg)
-	if err != nil {
-		m.mu.Unlock()
-		return err
-	}
-	return m.play(s, r.Msg.GetPlan(), out)
+	return m.change(r.Msg.GetPlan(), out, func() (*script, error) { return m.detach(r.Msg) })
 }
 
 func (m *Machines) detach(r *gpuctlv1.DetachRequest) (*script, error) {
@@ -446,20 +444,18 @@ func noAgent(vm *gpuctlv1.Machine) bool {
 
 // Reset implements the RPC.
 func (m *Machines) Reset(_ context.Context, r *connect.Request[gpuctlv1.ResetRequest], out *connect.ServerStream[gpuctlv1.DeviceUpdate]) error {
-	if err := m.operates(); err != nil {
-		return err
-	}
-	id, card, err := m.card(r.Msg.GetHost(), r.Msg.GetGpu())
-	if err != nil {
-		m.mu.Unlock()
-		return err
-	}
-	s := &script{gpu: id, card: card, plan: []*gpuctlv1.PlannedStep{{Name: "reset", What: "reset " + id + " and read it back"}}}
-	s.against(card.GetMachine() != "", "taken", "%s belongs to VM %s: gpuctl detach %s takes it back first", id, card.GetMachineName(), card.GetMachineName())
-	s.do = func() error {
-		m.takeBack(id)
-		card.Message = ""
-		return nil
-	}
-	return m.play(s, r.Msg.GetPlan(), out)
+	return m.change(r.Msg.GetPlan(), out, func() (*script, error) {
+		id, card, err := m.card(r.Msg.GetHost(), r.Msg.GetGpu())
+		if err != nil {
+			return nil, err
+		}
+		s := &script{gpu: id, card: card, plan: []*gpuctlv1.PlannedStep{{Name: "reset", What: "reset " + id + " and read it back"}}}
+		s.against(card.GetMachine() != "", "taken", "%s belongs to VM %s: gpuctl detach %s takes it back first", id, card.GetMachineName(), card.GetMachineName())
+		s.do = func() error {
+			m.takeBack(id)
+			card.Message = ""
+			return nil
+		}
+		return s, nil
+	})
 }
