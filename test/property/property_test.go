@@ -103,6 +103,7 @@ type runner struct {
 	on     string // where the session is
 	files  int
 	ops    map[string]int
+	breaks bool // connections of contents break: an operation may fail without a fault of ours
 }
 
 func start(t *testing.T) *runner {
@@ -118,7 +119,7 @@ func start(t *testing.T) *runner {
 	}
 	t.Cleanup(r.Close)
 	return &runner{
-		Rig: r, ops: map[string]int{},
+		Rig: r, ops: map[string]int{}, breaks: os.Getenv(rig.CarrierVariable) == "break",
 		client: gpuctlv1connect.NewHostServiceClient(unixrpc.Client(filepath.Join(dir, "hostd.sock")), "http://hostd"),
 	}
 }
@@ -231,7 +232,7 @@ func (r *runner) act(ctx context.Context, a action, release func()) error {
 		if gone, e := r.settled(ctx, s); gone || e != nil {
 			return e
 		}
-		if err != nil && fault == "" {
+		if err != nil && fault == "" && !r.breaks {
 			return err
 		}
 		return nil
@@ -251,17 +252,21 @@ func (r *runner) act(ctx context.Context, a action, release func()) error {
 	if gone || e != nil {
 		return e
 	}
-	if err != nil && fault == "" {
+	if err != nil && fault == "" && !r.breaks {
 		return err
 	}
-	for range 2 { // the second time without the fault
+	tries := 2 // the second time without the fault
+	if r.breaks {
+		tries = 20
+	}
+	for range tries {
 		suspended, err := r.suspended(ctx, s)
 		if err != nil || !suspended {
 			return err
 		}
 		err = r.operation(r.client.Resume(ctx, connect.NewRequest(&gpuctlv1.HostResumeRequest{Session: s, To: other, FailAt: resumeFault})))
 		r.ops["resume "+resumeFault]++
-		if err != nil && resumeFault == "" {
+		if err != nil && resumeFault == "" && !r.breaks {
 			return err
 		}
 		resumeFault = ""
@@ -289,6 +294,7 @@ func (r *runner) operation(stream *connect.ServerStreamForClient[gpuctlv1.Operat
 	case res.GetRefused():
 		return fmt.Errorf("refused: %v", res.GetReasons())
 	case res.GetError() != "":
+		r.ops["of them failed"]++
 		return errors.New(res.GetError())
 	}
 	return nil

@@ -5,8 +5,8 @@
 //
 // GPUCTL_TEST_CARRIER says how: tcp; tls; cut for TLS over connections that are cut
 // again and again; mixed for a carrier in every other generation of a session's
-// executors, and an executor in the rest; roam for the same over TLS; zstd for that with
-// everything compressed that can be; or straight for TLS to two lease managers in turn, as of
+// executors, and an executor in the rest; roam for the same over TLS; break for that over connections of
+// contents that break; zstd with everything compressed that can be; or straight for TLS to two lease managers in turn, as of
 // two hosts, with contents that go straight from one to the other. GPUCTL_TEST_CARRIER_CUT says
 // which of those connections are cut: never; early, while the application runs; final, while
 // it is frozen; some of them, if it is not set. GPUCTL_TEST_CARRIER_AT is an address at which
@@ -83,7 +83,7 @@ func serveCarried(ctx context.Context, api, apps, dir, users string, anew bool) 
 		real.Users = &confine.Users{Range: r, Dir: "/run/gpuctl/users"}
 	}
 	mode := os.Getenv("GPUCTL_TEST_CARRIER")
-	if !slices.Contains([]string{"tcp", "tls", "cut", "mixed", "roam", "zstd", "straight"}, mode) {
+	if !slices.Contains([]string{"tcp", "tls", "cut", "mixed", "roam", "break", "zstd", "straight"}, mode) {
 		return fmt.Errorf("GPUCTL_TEST_CARRIER is %q", mode)
 	}
 	outage := time.Minute
@@ -140,7 +140,7 @@ type launcher struct {
 
 // Launch implements session.Launcher.
 func (l *launcher) Launch(ctx context.Context, spec session.Spec, journal func(session.Process) error) (session.Process, error) {
-	if (l.mode == "mixed" || l.mode == "roam" || l.mode == "zstd") && spec.Generation%2 == 0 {
+	if slices.Contains([]string{"mixed", "roam", "break", "zstd"}, l.mode) && spec.Generation%2 == 0 {
 		return l.ExecLauncher.Launch(ctx, spec, journal)
 	}
 	leases, id := l.hosts.of(&spec)
@@ -191,8 +191,8 @@ func (l *launcher) lend(ctx context.Context, leases *lease.Manager, rt *gpuctlv1
 	if l.at != "" {
 		r.Addresses = []string{l.at}
 	}
-	if l.mode == "cut" {
-		a, err := cutting(r.Addresses[0])
+	if l.mode == "cut" || l.mode == "break" {
+		a, err := cutting(r.Addresses[0], l.mode)
 		if err != nil {
 			return nil, "", err
 		}
