@@ -3,6 +3,7 @@ package property
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"regexp"
@@ -134,16 +135,17 @@ func (r *runner) swapped(ctx context.Context, id, to string) (uint64, error) {
 	}
 	defer stream.Close()
 	var res *gpuctlv1.SwapResult
+	var rejected []*gpuctlv1.Candidate
 	for stream.Receive() {
 		if p := stream.Msg().GetProgress(); p.GetResult() != nil {
-			res = p.GetResult()
+			res, rejected = p.GetResult(), stream.Msg().GetRejected()
 		}
 	}
 	switch {
 	case stream.Err() != nil && !errors.Is(stream.Err(), io.EOF):
 		return 0, stream.Err()
 	case res.GetError() != "":
-		return 0, errors.New(res.GetError())
+		return 0, fmt.Errorf("%s: %v", res.GetError(), rejected)
 	}
 	return res.GetBytesStraight(), nil
 }
