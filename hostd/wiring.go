@@ -285,9 +285,11 @@ func (m *wiring) makeMigrations(o Options) (err error) {
 	}
 	m.borrow = borrow.New(borrow.Config{Node: m.node, Site: m.site, VMs: m.platform.Cards.VMs, Log: o.Log})
 	nics := &cardapi.NICs{Network: m.network, Peers: neighbours{m.node}.peers, Log: o.Log}
-	m.devices = cardapi.New(mediated.Both{CardKeeper: m.cards, Mediated: m.mediated}, nics, m.node, o.Log)
-	m.devices.Remote = m.borrow
-	m.devices.Service = servicevm.NewService(servicevm.ServiceConfig{Keeper: m.serving, VMs: m.platform.Cards.VMs, Cards: m.cards})
+	m.devices = cardapi.New(cardapi.Config{
+		Keeper: mediated.Both{CardKeeper: m.cards, Mediated: m.mediated}, Remote: m.borrow,
+		Service: servicevm.NewService(servicevm.ServiceConfig{Keeper: m.serving, VMs: m.platform.Cards.VMs, Cards: m.cards}),
+		NICs:    nics, Cluster: m.node, Log: o.Log,
+	})
 	m.migrations = migration.New(migration.Config{
 		Node: m.node, VMs: m.devices.Everywhere, Ready: m.host.Ready, Most: o.Config.Devices.Migrations, Log: o.Log,
 		Rehearse: m.site.Rehearse,

@@ -199,6 +199,7 @@ func (rs Records) Over(ctx context.Context, id string) (over, here bool) {
 		return true, false
 	}
 }
+
 func over(r *clusterv1.Migration) bool {
 	switch r.GetState() {
 	case clusterv1.MigrationState_MIGRATION_STATE_DONE, clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK, clusterv1.MigrationState_MIGRATION_STATE_FAILED:

@@ -55,24 +55,23 @@ type Cluster interface {
 	Devices(host string) (gpuctlv1connect.DeviceServiceClient, error)
 }
 
-// API implements DeviceService.
-type API struct {
-	// Remote and Service are set before the first call.
+// Config is what the API calls.
+type Config struct {
+	Keeper  Keeper
 	Remote  Remote
 	Service Service
-
-	keeper  Keeper
-	nics    *NICs
-	cluster Cluster
-	log     *slog.Logger
+	NICs    *NICs
+	Cluster Cluster
+	Log     *slog.Logger
 }
+
+// API implements DeviceService.
+type API struct{ Config }
 
 var _ gpuctlv1connect.DeviceServiceHandler = (*API)(nil)
 
 // New returns the API of this host's cards and network interfaces.
-func New(k Keeper, n *NICs, c Cluster, log *slog.Logger) *API {
-	return &API{keeper: k, nics: n, cluster: c, log: log}
-}
+func New(c Config) *API { return &API{c} }
 
 // Handle adds the service to a mux.
 func (a *API) Handle(mux *http.ServeMux, options ...connect.HandlerOption) {
@@ -92,7 +91,7 @@ func (a *API) hostOf(host, gpu string) string {
 	if name, _, ok := strings.Cut(gpu, "/"); ok && host == "" {
 		host = name
 	}
-	if host == a.cluster.HostName() {
+	if host == a.Cluster.HostName() {
 		return ""
 	}
 	return host
@@ -104,7 +103,7 @@ func (a *API) there(host, gpu string) (gpuctlv1connect.DeviceServiceClient, erro
 	if host = a.hostOf(host, gpu); host == "" {
 		return nil, nil
 	}
-	c, err := a.cluster.Devices(host)
+	c, err := a.Cluster.Devices(host)
 	if err != nil {
 		return nil, reason.Coded(err)
 	}
@@ -120,11 +119,11 @@ func (a *API) ListCards(ctx context.Context, req *connect.Request[gpuctlv1.ListC
 	if there != nil {
 		return forward(ctx, req.Msg, there.ListCards)
 	}
-	cards, err := a.keeper.Cards(ctx)
+	cards, err := a.Keeper.Cards(ctx)
 	if err != nil {
 		return nil, reason.Coded(err)
 	}
-	return connect.NewResponse(&gpuctlv1.ListCardsResponse{Host: a.cluster.HostName(), Cards: cards}), nil
+	return connect.NewResponse(&gpuctlv1.ListCardsResponse{Host: a.Cluster.HostName(), Cards: cards}), nil
 }
 
 func forward[Req, Res any](ctx context.Context, m *Req, call func(context.Context, *connect.Request[Req]) (*connect.Response[Res], error)) (*connect.Response[Res], error) {
@@ -156,7 +155,7 @@ func (a *API) ListMachines(ctx context.Context, req *connect.Request[gpuctlv1.Li
 
 // list lists the VMs of this host with all that they have.
 func (a *API) list(ctx context.Context) ([]*gpuctlv1.Machine, error) {
-	all, err := a.keeper.List(ctx)
+	all, err := a.Keeper.List(ctx)
 	for _, m := range all {
 		m.Remote, m.Service = a.Remote.Of(m.GetUuid()), a.Service.Of(m.GetUuid())
 	}
@@ -180,11 +179,11 @@ func (a *API) everywhere(ctx context.Context) *gpuctlv1.ListMachinesResponse {
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		all, err := a.list(ctx)
-		add(a.cluster.HostName(), all, err)
+		add(a.Cluster.HostName(), all, err)
 	})
-	for _, host := range a.cluster.OtherHosts() {
+	for _, host := range a.Cluster.OtherHosts() {
 		wg.Go(func() {
-			c, err := a.cluster.Devices(host)
+			c, err := a.Cluster.Devices(host)
 			if err != nil {
 				add(host, nil, err)
 				return
@@ -214,7 +213,7 @@ func (a *API) Isolation(ctx context.Context, req *connect.Request[gpuctlv1.Isola
 	if there != nil {
 		return forward(ctx, req.Msg, there.Isolation)
 	}
-	res, err := a.keeper.Isolated(ctx, req.Msg.GetGpu())
+	res, err := a.Keeper.Isolated(ctx, req.Msg.GetGpu())
 	if err != nil {
 		return nil, reason.CodedOn(err, "gpu", req.Msg.GetGpu())
 	}
@@ -233,7 +232,7 @@ func (a *API) machineHost(ctx context.Context, host, gpu, machine string) (strin
 		}
 	}
 	switch {
-	case len(at) == 0 || slices.Contains(at, a.cluster.HostName()):
+	case len(at) == 0 || slices.Contains(at, a.Cluster.HostName()):
 		return "", nil // the keeper of this host reports that there is no such VM
 	case len(at) > 1:
 		return "", reason.Coded(reason.Errorf(reason.Ambiguous, "vm %s is on %s", machine, strings.Join(at, " and ")).On("vm", machine).Do("say which with --on"))
@@ -247,7 +246,7 @@ func stream[Req any](ctx context.Context, a *API, host string, m *Req, out *conn
 	there func(gpuctlv1connect.DeviceServiceClient) func(context.Context, *connect.Request[Req]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error),
 ) error {
 	if host != "" {
-		c, err := a.cluster.Devices(host)
+		c, err := a.Cluster.Devices(host)
 		if err != nil {
 			return reason.Coded(err)
 		}
@@ -279,7 +278,7 @@ func stream[Req any](ctx context.Context, a *API, host string, m *Req, out *conn
 		}
 		if err := out.Send(u); err != nil {
 			over = true
-			a.log.Debug("nobody watches a change any more", "gpu", u.GetGpu(), "err", err)
+			a.Log.Debug("nobody watches a change any more", "gpu", u.GetGpu(), "err", err)
 		}
 	})
 	kind, object := about(m)
@@ -304,7 +303,7 @@ func (a *API) Attach(ctx context.Context, req *connect.Request[gpuctlv1.AttachRe
 	if err != nil {
 		return err
 	}
-	return stream(ctx, a, host, req.Msg, out, a.keeper.Attach, func(c gpuctlv1connect.DeviceServiceClient) func(context.Context, *connect.Request[gpuctlv1.AttachRequest]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error) {
+	return stream(ctx, a, host, req.Msg, out, a.Keeper.Attach, func(c gpuctlv1connect.DeviceServiceClient) func(context.Context, *connect.Request[gpuctlv1.AttachRequest]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error) {
 		req.Msg.Host = host
 		return c.Attach
 	})
@@ -316,7 +315,7 @@ func (a *API) Detach(ctx context.Context, req *connect.Request[gpuctlv1.DetachRe
 	if err != nil {
 		return err
 	}
-	return stream(ctx, a, host, req.Msg, out, a.keeper.Detach, func(c gpuctlv1connect.DeviceServiceClient) func(context.Context, *connect.Request[gpuctlv1.DetachRequest]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error) {
+	return stream(ctx, a, host, req.Msg, out, a.Keeper.Detach, func(c gpuctlv1connect.DeviceServiceClient) func(context.Context, *connect.Request[gpuctlv1.DetachRequest]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error) {
 		req.Msg.Host = host
 		return c.Detach
 	})
@@ -372,14 +371,14 @@ func (a *API) EndServe(ctx context.Context, req *connect.Request[gpuctlv1.EndSer
 
 // Reset brings a card to a known state.
 func (a *API) Reset(ctx context.Context, req *connect.Request[gpuctlv1.ResetRequest], out *connect.ServerStream[gpuctlv1.DeviceUpdate]) error {
-	return stream(ctx, a, a.hostOf(req.Msg.GetHost(), req.Msg.GetGpu()), req.Msg, out, a.keeper.Reset, func(c gpuctlv1connect.DeviceServiceClient) func(context.Context, *connect.Request[gpuctlv1.ResetRequest]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error) {
+	return stream(ctx, a, a.hostOf(req.Msg.GetHost(), req.Msg.GetGpu()), req.Msg, out, a.Keeper.Reset, func(c gpuctlv1connect.DeviceServiceClient) func(context.Context, *connect.Request[gpuctlv1.ResetRequest]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error) {
 		return c.Reset
 	})
 }
 
 // Resize sets the number of a card's virtual functions.
 func (a *API) Resize(ctx context.Context, req *connect.Request[gpuctlv1.ResizeRequest], out *connect.ServerStream[gpuctlv1.DeviceUpdate]) error {
-	return stream(ctx, a, a.hostOf(req.Msg.GetHost(), req.Msg.GetGpu()), req.Msg, out, a.keeper.Resize, func(c gpuctlv1connect.DeviceServiceClient) func(context.Context, *connect.Request[gpuctlv1.ResizeRequest]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error) {
+	return stream(ctx, a, a.hostOf(req.Msg.GetHost(), req.Msg.GetGpu()), req.Msg, out, a.Keeper.Resize, func(c gpuctlv1connect.DeviceServiceClient) func(context.Context, *connect.Request[gpuctlv1.ResizeRequest]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error) {
 		return c.Resize
 	})
 }
@@ -393,9 +392,9 @@ func (a *API) ListNICs(ctx context.Context, req *connect.Request[gpuctlv1.ListNI
 	if there != nil {
 		return forward(ctx, req.Msg, there.ListNICs)
 	}
-	all, err := a.nics.List(ctx)
+	all, err := a.NICs.List(ctx)
 	if err != nil {
 		return nil, reason.Coded(err)
 	}
-	return connect.NewResponse(&gpuctlv1.ListNICsResponse{Host: a.cluster.HostName(), Nics: all}), nil
+	return connect.NewResponse(&gpuctlv1.ListNICsResponse{Host: a.Cluster.HostName(), Nics: all}), nil
 }
