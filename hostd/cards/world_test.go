@@ -140,7 +140,7 @@ func (w *world) start() {
 		Platform: Platform{PCI: pci.NewScanner(w.root), Binder: w, Resetter: w, Hypervisor: w, VMs: w, Isolation: w}, File: w.file(), Guests: w, Cluster: cluster{w},
 		GPUs: w.gpus, Now: w.clock, Pending: func(context.Context, string) bool { return w.pending }, Log: slog.New(slog.DiscardHandler),
 		Event:  w.event,
-		Timing: Timing{Verify: 30 * time.Millisecond, Step: time.Second, Grace: time.Minute},
+		Timing: Timing{Verify: 30 * time.Millisecond, Step: 5 * time.Second, Grace: time.Minute},
 	}
 	w.cuts(&c)
 	k, err := New(c)
