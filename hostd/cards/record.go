@@ -7,11 +7,13 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"path/filepath"
 	"slices"
 	"strings"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/beneath"
 	"github.com/gpuctl/gpuctl/internal/durable"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 	"github.com/gpuctl/gpuctl/passthrough/vgpu"
@@ -105,7 +107,7 @@ type record struct {
 
 // readRecord reads the record. Without a file, the record is empty.
 func readRecord(path string) (record, error) {
-	data, err := durable.Read(path, maxRecord)
+	data, err := beneath.ReadFile(filepath.Dir(path), filepath.Base(path), maxRecord)
 	if errors.Is(err, fs.ErrNotExist) {
 		return record{}, nil
 	}

@@ -6,11 +6,13 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"path/filepath"
 	"slices"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/hostd/cards"
+	"github.com/gpuctl/gpuctl/internal/beneath"
 	"github.com/gpuctl/gpuctl/internal/durable"
 )
 
@@ -102,7 +104,7 @@ type record struct {
 
 // readRecord reads the record. Without a file, it is empty.
 func readRecord(path string) ([]*assignment, error) {
-	data, err := durable.Read(path, maxRecord)
+	data, err := beneath.ReadFile(filepath.Dir(path), filepath.Base(path), maxRecord)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
 	}

@@ -5,8 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"path/filepath"
 	"strings"
 
+	"github.com/gpuctl/gpuctl/internal/beneath"
 	"github.com/gpuctl/gpuctl/internal/durable"
 )
 
@@ -46,7 +48,7 @@ func readRecord(path string) (record, error) {
 	if path == "" {
 		return record{Version: recordVersion}, nil
 	}
-	data, err := durable.Read(path, maxRecord)
+	data, err := beneath.ReadFile(filepath.Dir(path), filepath.Base(path), maxRecord)
 	if errors.Is(err, fs.ErrNotExist) {
 		return record{Version: recordVersion}, nil
 	}

@@ -86,3 +86,18 @@ func TestFilesInTheFolder(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+func TestReadIsBounded(t *testing.T) {
+	dir := t.TempDir()
+	if _, err := beneath.ReadFile(dir, "f", 3); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("there is no file, and the error is %v", err)
+	}
+	for content, fits := range map[string]bool{"": true, "abc": true, "abcd": false} {
+		if err := beneath.Replace(dir, "f", []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if got, err := beneath.ReadFile(dir, "f", 3); (err == nil) != fits || fits && string(got) != content {
+			t.Errorf("%q: %q, %v", content, got, err)
+		}
+	}
+}

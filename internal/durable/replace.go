@@ -2,23 +2,10 @@ package durable
 
 import (
 	"errors"
-	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
 )
-
-// Read returns the content of the file at path. It refuses one of more than most bytes.
-func Read(path string, most int64) ([]byte, error) {
-	info, err := os.Stat(path)
-	if err != nil {
-		return nil, err
-	}
-	if info.Size() > most {
-		return nil, fmt.Errorf("it has %d bytes, more than %d", info.Size(), most)
-	}
-	return os.ReadFile(path)
-}
 
 // Replace writes data to the file at path, and makes it if it does not exist. It writes a
 // temporary file beside it, syncs it, renames it, and syncs the folder. If it fails

@@ -1,8 +1,6 @@
 package durable_test
 
 import (
-	"errors"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"testing"
@@ -45,20 +43,5 @@ func TestReplaceFails(t *testing.T) {
 	}
 	if entries, _ := os.ReadDir(dir); len(entries) != 1 {
 		t.Errorf("left behind: %v", entries)
-	}
-}
-
-func TestReadIsBounded(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "f")
-	if _, err := durable.Read(path, 3); !errors.Is(err, fs.ErrNotExist) {
-		t.Errorf("there is no file, and the error is %v", err)
-	}
-	for content, fits := range map[string]bool{"": true, "abc": true, "abcd": false} {
-		if err := durable.Replace(path, []byte(content), 0o600); err != nil {
-			t.Fatal(err)
-		}
-		if got, err := durable.Read(path, 3); (err == nil) != fits || fits && string(got) != content {
-			t.Errorf("%q: %q, %v", content, got, err)
-		}
 	}
 }
