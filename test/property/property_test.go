@@ -232,10 +232,7 @@ func (r *runner) act(ctx context.Context, a action, release func()) error {
 		if gone, e := r.settled(ctx, s); gone || e != nil {
 			return e
 		}
-		if err != nil && fault == "" && !r.breaks {
-			return err
-		}
-		return nil
+		return r.unasked(err, fault)
 	}
 	req := &gpuctlv1.HostSuspendRequest{Session: s, FailAt: fault}
 	if a.verb == "file" {
@@ -252,7 +249,7 @@ func (r *runner) act(ctx context.Context, a action, release func()) error {
 	if gone || e != nil {
 		return e
 	}
-	if err != nil && fault == "" && !r.breaks {
+	if err := r.unasked(err, fault); err != nil {
 		return err
 	}
 	tries := 2 // the second time without the fault
@@ -266,7 +263,7 @@ func (r *runner) act(ctx context.Context, a action, release func()) error {
 		}
 		err = r.operation(r.client.Resume(ctx, connect.NewRequest(&gpuctlv1.HostResumeRequest{Session: s, To: other, FailAt: resumeFault})))
 		r.ops["resume "+resumeFault]++
-		if err != nil && resumeFault == "" && !r.breaks {
+		if err := r.unasked(err, resumeFault); err != nil {
 			return err
 		}
 		resumeFault = ""
@@ -274,30 +271,52 @@ func (r *runner) act(ctx context.Context, a action, release func()) error {
 	return nil
 }
 
+// errFailed is the error of an operation that has failed, and was not refused.
+var errFailed = errors.New("it has failed")
+
+// unasked returns the error of an operation that was to be done: no fault was asked for, and
+// contents do not break.
+func (r *runner) unasked(err error, fault string) error {
+	if fault != "" || r.breaks && errors.Is(err, errFailed) {
+		return nil
+	}
+	return err
+}
+
 // operation reads the result of one; what is refused or rolled back is an error.
 func (r *runner) operation(stream *connect.ServerStreamForClient[gpuctlv1.OperationUpdate], err error) error {
+	res, err := outcome(stream, err)
+	switch {
+	case errors.Is(err, errFailed):
+		r.ops["of them failed"]++
+	case err == nil && res.GetBytesStraight() > 0:
+		r.ops["of them straight"]++
+	}
+	return err
+}
+
+// outcome reads the result of an operation. Errors wrap errFailed if it has failed.
+func outcome(stream *connect.ServerStreamForClient[gpuctlv1.OperationUpdate], err error) (*gpuctlv1.SwapResult, error) {
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer stream.Close()
 	var res *gpuctlv1.SwapResult
+	var rejected []*gpuctlv1.Candidate
 	for stream.Receive() {
 		if p := stream.Msg().GetProgress(); p.GetResult() != nil {
-			res = p.GetResult()
+			res, rejected = p.GetResult(), stream.Msg().GetRejected()
 		}
 	}
 	switch {
 	case stream.Err() != nil:
-		return stream.Err()
-	case res.GetBytesStraight() > 0 && res.GetError() == "":
-		r.ops["of them straight"]++
+		return nil, stream.Err()
 	case res.GetRefused():
-		return fmt.Errorf("refused: %v", res.GetReasons())
+		return nil, fmt.Errorf("refused: %s: %v %v", res.GetError(), res.GetReasons(), rejected)
 	case res.GetError() != "":
-		r.ops["of them failed"]++
-		return errors.New(res.GetError())
+		return nil, fmt.Errorf("%w: %s", errFailed, res.GetError())
 	}
-	return nil
+	return res, nil
 }
 
 func (r *runner) get(ctx context.Context, id string) (*gpuctlv1.Session, error) {

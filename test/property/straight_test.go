@@ -3,8 +3,6 @@ package property
 import (
 	"context"
 	"errors"
-	"fmt"
-	"io"
 	"os"
 	"regexp"
 	"strings"
@@ -129,23 +127,6 @@ func mappedRegions(t *testing.T, cut string) {
 
 // swapped moves the session, and returns how many bytes went straight.
 func (r *runner) swapped(ctx context.Context, id, to string) (uint64, error) {
-	stream, err := r.client.Swap(ctx, connect.NewRequest(&gpuctlv1.HostSwapRequest{Session: id, Verb: gpuctlv1.Verb_VERB_MIGRATE, To: to}))
-	if err != nil {
-		return 0, err
-	}
-	defer stream.Close()
-	var res *gpuctlv1.SwapResult
-	var rejected []*gpuctlv1.Candidate
-	for stream.Receive() {
-		if p := stream.Msg().GetProgress(); p.GetResult() != nil {
-			res, rejected = p.GetResult(), stream.Msg().GetRejected()
-		}
-	}
-	switch {
-	case stream.Err() != nil && !errors.Is(stream.Err(), io.EOF):
-		return 0, stream.Err()
-	case res.GetError() != "":
-		return 0, fmt.Errorf("%s: %v", res.GetError(), rejected)
-	}
-	return res.GetBytesStraight(), nil
+	res, err := outcome(r.client.Swap(ctx, connect.NewRequest(&gpuctlv1.HostSwapRequest{Session: id, Verb: gpuctlv1.Verb_VERB_MIGRATE, To: to})))
+	return res.GetBytesStraight(), err
 }

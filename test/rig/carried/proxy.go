@@ -53,16 +53,16 @@ func pass(in net.Conn, to, mode string) {
 		return
 	}
 	limit := int64(math.MaxInt64)
-	_, chunks := p.Role.ChunkStream()
+	_, stream := p.Role.ChunkStream()
 	switch p.Role {
 	case remote.Import, remote.Export, remote.Part:
 		if mode == "break" && rand.N(breakOne) == 0 {
 			limit = 1 + rand.N(int64(1)<<rand.N(breakAfter+1))
 		}
 	case remote.Commands, remote.Bulk:
-		chunks = true
+		stream = true
 	}
-	if chunks && mode == "cut" {
+	if stream && mode == "cut" {
 		cut := time.AfterFunc(leastCut+rand.N(mostCut-leastCut), func() { in.Close(); out.Close() })
 		defer cut.Stop()
 	}
