@@ -14,12 +14,7 @@ import (
 
 // A run like that of LAMMPS on the poster of mrCUDA: in each step its host waits twice for the GPU, and transfers 256 KiB
 // there and back.
-const (
-	particles = 65536
-	waits     = 2
-)
-
-var shares = [3]int{25, 50, 75}
+const particles = 65536
 
 // moved runs time steps on a remote GPU, and moves them to a local one after parts of them. How
 // long each run takes is predicted before, by the cost model. Figures are means: a run's time depends on
@@ -44,7 +39,7 @@ func (b *bench) moved(ctx context.Context) error {
 		gpu = gpuID
 	}
 	const length = 4 * time.Second // of the run on the remote GPU
-	first, err := b.steps(ctx, far, gpu, 200, 0)
+	first, err := b.steps(ctx, far, gpu, 200, never)
 	if err != nil {
 		return err
 	}
@@ -59,52 +54,51 @@ func (b *bench) moved(ctx context.Context) error {
 		move = run.swap
 	}
 
-	took := map[int][]float64{} // by the share after which it moves; -1: on the local GPU; 100: never
-	predicted := map[int][]float64{}
+	shares := []int{25, 50, 75, never} // of the steps after which it moves, in percent
+	took, predicted := map[int][]float64{}, map[int][]float64{}
+	var alone []float64 // on the local GPU
 	for range b.rounds {
 		run, model, err := b.predict(ctx, local, far, gpu, steps, stream, move)
 		if err != nil {
 			return err
 		}
-		here, err := b.steps(ctx, local, gpu, steps, 0)
+		here, err := b.steps(ctx, local, gpu, steps, never)
 		if err != nil {
 			return err
 		}
-		took[-1] = append(took[-1], here.took.Seconds())
+		alone = append(alone, here.took.Seconds())
 		away := model.Away(run, cost.Network{})
-		for _, share := range append([]int{100}, shares[:]...) {
-			mark, want := share, away
-			if share < 100 {
+		for _, share := range shares {
+			want := away
+			if share != never {
 				// It goes on there while it is prepared here.
 				prepared := (move.Total - move.Stopped).Seconds() / away.Seconds()
 				want = model.Moved(run, cost.Network{}, float64(share)/100+prepared)
-			} else {
-				mark = 0
 			}
-			got, err := b.steps(ctx, far, gpu, steps, mark)
+			got, err := b.steps(ctx, far, gpu, steps, share)
 			if err != nil {
 				return err
 			}
 			if got.sum != here.sum {
 				return fmt.Errorf("%d steps, moved after %d %%: the sum is %s, and %s on the local GPU", steps, share, got.sum, here.sum)
 			}
-			if share < 100 {
+			if share != never {
 				move = got.swap // what operations see
 			}
 			took[share] = append(took[share], got.took.Seconds())
 			predicted[share] = append(predicted[share], want.Seconds())
 		}
 	}
-	here, away := mean(took[-1]), mean(took[100])
+	here, away := mean(alone), mean(took[never])
 	b.report.add(fmt.Sprintf("%d steps of %d particles on a remote GPU, all of them; native: on the local one", steps, particles), "s", here, away, "", nil)
-	for _, share := range append(shares[:], 100) {
+	for _, share := range shares {
 		was, want := mean(took[share]), mean(predicted[share])
-		name := fmt.Sprintf("moved home after %d %%; native: predicted", share)
-		if share == 100 {
-			name = "never moved; native: predicted"
+		name := "never moved; native: predicted"
+		if share != never {
+			name = fmt.Sprintf("moved home after %d %%; native: predicted", share)
 		}
 		b.report.add(name, "s", want, was, "within 5 %", func() bool { return was >= 0.95*want && was <= 1.05*want })
-		if share < 100 {
+		if share != never {
 			b.report.add("of what a remote GPU takes longer, spared", "%", 0, 100*(away-was)/(away-here), "", nil)
 		}
 	}
@@ -112,22 +106,22 @@ func (b *bench) moved(ctx context.Context) error {
 }
 
 // predict returns the run and what the model says of its costs, from the second half of a fifth of it on
-// either GPU and from a move. What its transfers take longer counts as time of the calls that wait for them.
+// either GPU and from a move. A step counts as one call, and what it takes longer as that call's time.
 func (b *bench) predict(ctx context.Context, local, far *rig.Rig, gpu string, steps int, stream float64, move rig.Swap) (cost.Run, cost.Model, error) {
 	var took [2]time.Duration
+	n := steps / 10
 	for i, r := range []*rig.Rig{local, far} {
-		n := steps / 10
-		part, err := b.steps(ctx, r, gpu, 2*n, 0)
+		part, err := b.steps(ctx, r, gpu, 2*n, never)
 		if err != nil {
 			return cost.Run{}, cost.Model{}, err
 		}
 		took[i] = part.half * time.Duration(steps) / time.Duration(n)
 	}
-	run := cost.Run{Compute: took[0], Calls: uint64(waits * steps), Regions: 1, Size: move.Frozen}
+	run := cost.Run{Compute: took[0], Calls: uint64(steps), Regions: 1, Size: move.Frozen}
 	return run, cost.Model{
 		Replay: cost.Linear{Fixed: max(move.Stopped.Seconds()-float64(move.Frozen)/stream/1e9, 0)},
 		Sync:   cost.Copy{Rate: stream * 1e9},
-		Remote: cost.Linear{PerCall: max(took[1]-took[0], 0).Seconds() / float64(waits*steps)},
+		Remote: cost.Linear{PerCall: max(took[1]-took[0], 0).Seconds() / float64(steps)},
 	}, nil
 }
 
@@ -140,12 +134,15 @@ type steppedRun struct {
 
 var summed = regexp.MustCompile(`^sum ([0-9a-f]{16}), ([0-9.]+) s, ([0-9.]+) s$`)
 
-// steps runs so many steps, and moves them after a part of them in percent, if it is not 0.
+// never is the part of its steps after which a run moves that does not.
+const never = 0
+
+// steps runs so many steps, and moves them after a part of them, in percent.
 func (b *bench) steps(ctx context.Context, r *rig.Rig, gpu string, n, mark int) (steppedRun, error) {
 	var run steppedRun
 	cmd := r.Command(ctx, gpu, r.Program("particles"), "--steps", strconv.Itoa(n), "--particles", strconv.Itoa(particles), "--mark", strconv.Itoa(mark))
 	var line string
-	if mark == 0 {
+	if mark == never {
 		text, err := output(cmd)
 		if err != nil {
 			return run, err
