@@ -44,10 +44,10 @@ func (b *bench) moved(ctx context.Context) error {
 		return err
 	}
 	steps := int(length.Seconds() / first.took.Seconds() * 200)
-	// Twice, as the first one compiles for the GPU.
+	// Twice, as the first move compiles for the GPU, which may take longer than a run.
 	var move rig.Swap
-	for range 2 {
-		run, err := b.steps(ctx, far, gpu, steps, 10)
+	for _, n := range []int{5 * steps, steps} {
+		run, err := b.steps(ctx, far, gpu, n, 10)
 		if err != nil {
 			return err
 		}
