@@ -59,6 +59,7 @@ type FarFacts struct {
 	Host      string
 	HostState string // ready, draining or down
 	Error     string // why the VM does not reach the host's port for carriers; empty: it does
+	Through   bool   // it does so through its host, not over its network
 	RTT       time.Duration
 	Link      uint64 // speed to the VM's host, bytes per second; 0: unknown
 }

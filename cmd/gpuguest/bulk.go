@@ -18,7 +18,7 @@ import (
 const (
 	bulkPath  = "data/gpuctl/bulk-" // below the domain's home in xenstore
 	bulkWait  = 30 * time.Second    // until the host has connected
-	mostBulks = 4                   // at the same time: a domain has 1024 pages to share, and each vchan takes 129
+	mostBulks = 6                   // at the same time: a domain has 1024 pages to share, and each vchan takes 129
 )
 
 var errBulks = fmt.Errorf("%d ways to the host are open, and there are no more", mostBulks)

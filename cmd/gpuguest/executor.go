@@ -161,7 +161,7 @@ func runExecutor(ctx context.Context, in io.Reader, log *slog.Logger) error {
 		}
 	case cfg.Runtime.Remote != nil:
 		return carrier.Main(ctx, carrier.Config{
-			Generation: c.Generation, Socket: c.Socket, ImportSocket: c.ImportSocket, FileSocket: c.FileSocket,
+			Generation: c.Generation, Socket: c.Socket, ImportSocket: c.ImportSocket, FileSocket: c.FileSocket, Relay: c.Relay,
 			Remote: cfg.Runtime.Remote, Logger: cfg.Logger,
 		})
 	}

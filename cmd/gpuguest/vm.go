@@ -18,12 +18,14 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/guest/confine"
 	"github.com/gpuctl/gpuctl/guest/service"
 	"github.com/gpuctl/gpuctl/guest/session"
 	"github.com/gpuctl/gpuctl/guest/vm/agent"
 	"github.com/gpuctl/gpuctl/guest/vm/channel"
 	"github.com/gpuctl/gpuctl/guest/vm/profile"
 	"github.com/gpuctl/gpuctl/internal/cmdutil"
+	"github.com/gpuctl/gpuctl/internal/relay"
 	"github.com/gpuctl/gpuctl/internal/rundir"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
 	"github.com/gpuctl/gpuctl/passthrough/bind"
@@ -33,8 +35,9 @@ import (
 )
 
 const (
-	apiSocket = "guest.sock"
-	endTime   = 10 * time.Second
+	apiSocket   = "guest.sock"
+	relaySocket = "relay.sock"
+	endTime     = 10 * time.Second
 )
 
 // profiles returns the built-in profiles and those of the configured folder.
@@ -54,7 +57,29 @@ func (o vmOptions) launcher(log *slog.Logger) (*session.ExecLauncher, error) {
 	if err := os.MkdirAll(o.RunDir, 0o755); err != nil {
 		return nil, fmt.Errorf("run folder: %w", err)
 	}
-	return newLauncher(o.RunDir, filepath.Join(o.RunDir, "users"), o.Users, o.Memory, log)
+	l, err := newLauncher(o.RunDir, filepath.Join(o.RunDir, "users"), o.Users, o.Memory, log)
+	if err != nil {
+		return nil, err
+	}
+	l.Relay = filepath.Join(l.Dir, relaySocket)
+	return l, nil
+}
+
+// listenRelay opens the socket at which carriers have the host make connections for them. Only
+// root, this user and those of executors may use it.
+func (o vmOptions) listenRelay(path string, log *slog.Logger) (*net.UnixListener, *relay.Guest, error) {
+	users, err := confine.ParseRange(o.Users)
+	if err != nil {
+		return nil, nil, err
+	}
+	l, err := rundir.ListenMode(path, 0o666)
+	if err != nil {
+		return nil, nil, err
+	}
+	own := uint32(os.Geteuid())
+	return l, relay.NewGuest(func(uid uint32) bool {
+		return uid == 0 || uid == own || uid >= users.First && uid <= users.Last
+	}, log), nil
 }
 
 // serveVM runs gpuguest in a VM. root is the folder with the VM's files: /, except in
@@ -100,6 +125,11 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 		return err
 	}
 	defer host.Close()
+	carriers, outside, err := o.listenRelay(launcher.Relay, log)
+	if err != nil {
+		return err
+	}
+	defer carriers.Close()
 
 	// The end of ctx ends all servers and their calls: operations roll back.
 	ctx, cancel := context.WithCancel(ctx)
@@ -119,7 +149,7 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	a, err = agent.New(agent.Config{
 		Root: machine, Dir: o.RunDir, Profiles: profiles, Prober: launcher, Version: cmdutil.Version(),
 		Sessions: &agent.GuestSessions{Client: gpuctlv1connect.NewGuestServiceClient(client, "http://gpuguest"), RunDir: o.RunDir},
-		Users:    usersOf(machine), Events: events, Ready: gate.Set, Bulk: openBulk, Logger: log, Driver: driver, Lender: leases.forAgent(),
+		Users:    usersOf(machine), Events: events, Ready: gate.Set, Bulk: openBulk, Logger: log, Driver: driver, Lender: leases.forAgent(), Relay: outside,
 		Services: &units{machine: machine, binder: bind.New(machine, nil, bind.WithBootVGA()), may: o.Services},
 	})
 	if err != nil {
@@ -127,10 +157,11 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	}
 	mux.Handle(service.Handler(m, driver))
 	mux.Handle(a.Handler())
+	mux.Handle(relay.Path, outside)
 	srv := &http.Server{Handler: mux, ReadHeaderTimeout: endTime, BaseContext: func(net.Listener) context.Context { return ctx }}
 	port := channel.Port{Root: root, Name: o.Channel}
 
-	failed := make(chan error, 4)
+	failed := make(chan error, 5)
 	var wg sync.WaitGroup
 	start := func(what string, f func() error) {
 		wg.Go(func() {
@@ -141,6 +172,12 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	}
 	start("sessions' socket", func() error { return srv.Serve(host) })
 	start("applications", func() error { return gate.Run(ctx) })
+	start("carriers", func() error {
+		if err := outside.Serve(carriers); !errors.Is(err, net.ErrClosed) {
+			return err
+		}
+		return nil
+	})
 	start("devices", func() error { return a.Run(ctx) })
 	start("channel", func() error { return channel.Serve(ctx, port.Open, mux, channel.WithLogger(log)) })
 	log.Info("serving the VM", "apps", o.AppSocket, "api", api, "channel", o.Channel)
@@ -153,6 +190,7 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	}
 	_, _ = daemon.SdNotify(false, daemon.SdNotifyStopping)
 	cancel()
+	carriers.Close()
 	sctx, end := context.WithTimeout(context.WithoutCancel(ctx), endTime)
 	defer end()
 	if serr := srv.Shutdown(sctx); serr != nil {

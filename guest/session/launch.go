@@ -79,6 +79,7 @@ type ExecutorConfig struct {
 	ImportSocket string          `json:"import_socket"`
 	FileSocket   string          `json:"file_socket"`
 	TurnSocket   string          `json:"turn_socket,omitempty"`
+	Relay        string          `json:"relay,omitempty"`  // socket for connections of carriers through the VM's host
 	Runtime      json.RawMessage `json:"runtime"`          // gpuctl.v1.Runtime
 	Device       json.RawMessage `json:"device,omitempty"` // gpuctl.v1.VirtualDevice
 	CacheKey     []byte          `json:"cache_key,omitempty"`
@@ -116,6 +117,9 @@ type ExecLauncher struct {
 	Users *confine.Users
 	// Limits bounds what a session's executors use; nil: no limits.
 	Limits *confine.Limits
+	// Relay is the socket at which carriers have the VM's host make connections; empty: this
+	// is no VM.
+	Relay string
 
 	mu   sync.Mutex
 	warm map[string]*started // processes that were started in advance, by Dir
@@ -143,7 +147,7 @@ func (st *started) end() {
 
 // Launch implements Launcher.
 func (l *ExecLauncher) Launch(ctx context.Context, spec Spec, journal func(Process) error) (Process, error) {
-	cfg, err := spec.config()
+	cfg, err := spec.config(l.Relay)
 	if err != nil {
 		return nil, err
 	}
@@ -382,7 +386,7 @@ func (l *ExecLauncher) take(spec *Spec) *started {
 	return st
 }
 
-func (spec *Spec) config() ([]byte, error) {
+func (spec *Spec) config(relay string) ([]byte, error) {
 	rt, err := protojson.Marshal(spec.Runtime)
 	if err != nil {
 		return nil, fmt.Errorf("encode runtime: %w", err)
@@ -391,6 +395,9 @@ func (spec *Spec) config() ([]byte, error) {
 		Dir: spec.Dir, Generation: spec.Generation, Socket: spec.Socket, ImportSocket: spec.ImportSocket,
 		FileSocket: fileSocket(spec.Socket, spec.Generation), TurnSocket: turnSocket(spec.Socket, spec.Generation),
 		Runtime: rt, CacheKey: spec.CacheKey, AppPID: spec.AppPID, AppStart: spec.AppStart, Far: spec.Far,
+	}
+	if spec.Runtime.GetRemote() != nil {
+		c.Relay = relay
 	}
 	if spec.Budget != nil {
 		c.BudgetFD, c.BudgetLine = 3+len(spec.Memory), spec.BudgetLine

@@ -89,7 +89,7 @@ func (k *Keeper) Attach(ctx context.Context, r *gpuctlv1.AttachRemoteRequest, re
 		return err
 	}
 	c := &steps.Change{Machine: m.Name, Report: report, Reasons: k.against(ctx, v, m, r)}
-	fit, rejected, err := k.choose(ctx, v, m, r)
+	fit, through, rejected, err := k.choose(ctx, v, m, r)
 	if err != nil {
 		return err
 	}
@@ -102,12 +102,20 @@ func (k *Keeper) Attach(ctx context.Context, r *gpuctlv1.AttachRemoteRequest, re
 	}
 	c.Steps = []*gpuctlv1.PlannedStep{steps.Planned(stepClaim, fmt.Sprintf("bind a claim of %s to %s of %s", m.Name, amount(r.GetMinMemory()), c.GPU), "the claim is released")}
 	if m.Active() {
-		c.Steps = append(c.Steps, steps.Planned(stepTell, fmt.Sprintf("tell the gpuguest of %s, whose new sessions begin there if it has no card", m.Name), "it is told that it has none"))
+		c.Steps = append(c.Steps, steps.Planned(stepTell, fmt.Sprintf("tell the gpuguest of %s, whose new sessions begin there if it has no card%s", m.Name, way(through[c.GPU])), "it is told that it has none"))
 	}
 	if over, err := c.Over(r.GetPlan(), "lend a GPU to vm "+m.Name); over {
 		return err
 	}
 	return k.attach(context.WithoutCancel(ctx), c, m, fit, r)
+}
+
+// way returns in words that a VM's network does not reach its GPU.
+func way(throughHost bool) string {
+	if throughHost {
+		return "; its network does not reach the GPU, so that they connect through its host"
+	}
+	return ""
 }
 
 // amount returns in words how much of a GPU a claim has.
@@ -146,18 +154,19 @@ func (k *Keeper) against(ctx context.Context, v *state.View, m vm.Info, r *gpuct
 	return out
 }
 
-// choose returns the GPUs that can be lent to the VM, best first, and why others cannot.
-func (k *Keeper) choose(ctx context.Context, v *state.View, m vm.Info, r *gpuctlv1.AttachRemoteRequest) (fit []*clusterv1.GPU, rejected []*gpuctlv1.Reason, err error) {
+// choose returns the GPUs that can be lent to the VM, best first, which of them it reaches
+// through its host only, and why others cannot be lent.
+func (k *Keeper) choose(ctx context.Context, v *state.View, m vm.Info, r *gpuctlv1.AttachRemoteRequest) (fit []*clusterv1.GPU, through map[string]bool, rejected []*gpuctlv1.Reason, err error) {
 	e, err := expr.Compile(r.GetExpr(), expr.GPU())
 	if err != nil {
-		return nil, nil, reason.Errorf(reason.Invalid, "%w", err)
+		return nil, nil, nil, reason.Errorf(reason.Invalid, "%w", err)
 	}
 	named := r.GetGpu()
 	if named != "" && !strings.Contains(named, "/") {
 		named = k.Node.HostName() + "/" + named
 	}
 	if named != "" && v.GPU(named) == nil {
-		return nil, nil, reason.Errorf(reason.NotFound, "there is no GPU %.300q", named).On("gpu", named).Do("gpuctl get gpus lists them")
+		return nil, nil, nil, reason.Errorf(reason.NotFound, "there is no GPU %.300q", named).On("gpu", named).Do("gpuctl get gpus lists them")
 	}
 	say := func(reasons ...*gpuctlv1.Reason) {
 		rejected = append(rejected, reasons[:min(len(reasons), max(0, mostReasons-len(rejected)))]...)
@@ -174,7 +183,7 @@ func (k *Keeper) choose(ctx context.Context, v *state.View, m vm.Info, r *gpuctl
 			ok, err := e.Match(ctx, expr.OfGPU(inventory.OfCluster(g)))
 			switch {
 			case ctx.Err() != nil:
-				return nil, nil, ctx.Err()
+				return nil, nil, nil, ctx.Err()
 			case err != nil:
 				say(steps.Because(reasonExpr, "%s: %v", g.GetId(), err))
 			case !ok:
@@ -186,9 +195,9 @@ func (k *Keeper) choose(ctx context.Context, v *state.View, m vm.Info, r *gpuctl
 	}
 	sortFit(fit, r.GetMinMemory(), k.Node.HostName())
 	if m.Active() {
-		fit = k.reached(ctx, v, m, fit, say)
+		fit, through = k.reached(ctx, v, m, fit, say)
 	}
-	return fit[:min(len(fit), mostTried)], rejected, nil
+	return fit[:min(len(fit), mostTried)], through, rejected, nil
 }
 
 // unfit returns why a GPU cannot be lent.
@@ -230,8 +239,9 @@ func sortFit(all []*clusterv1.GPU, memory uint64, here string) {
 	})
 }
 
-// reached leaves out the GPUs of hosts whose port for carriers the VM does not reach.
-func (k *Keeper) reached(ctx context.Context, v *state.View, m vm.Info, all []*clusterv1.GPU, say func(...*gpuctlv1.Reason)) (out []*clusterv1.GPU) {
+// reached leaves out the GPUs of hosts whose port for carriers the VM does not reach. through
+// has those that it reaches through its host only.
+func (k *Keeper) reached(ctx context.Context, v *state.View, m vm.Info, all []*clusterv1.GPU, say func(...*gpuctlv1.Reason)) (out []*clusterv1.GPU, through map[string]bool) {
 	var addresses []string
 	for _, g := range all {
 		for _, a := range reachedAt(v, g) {
@@ -241,20 +251,23 @@ func (k *Keeper) reached(ctx context.Context, v *state.View, m vm.Info, all []*c
 		}
 	}
 	if len(addresses) == 0 {
-		return nil
+		return nil, nil
 	}
+	through = map[string]bool{}
 	answers, err := k.Site.Reach(ctx, m.UUID, addresses)
 	for _, g := range all {
 		if err != nil {
 			say(steps.Because(reasonReached, "VM %s does not say whether it reaches %s: %v", m.Name, lenderOf(g), err))
 			continue
 		}
-		reached, why := false, ""
+		reached, straight, why := false, false, ""
 		for _, a := range reachedAt(v, g) {
 			if i := slices.Index(addresses, a); i >= 0 {
-				reached, why = reached || answers[i].GetError() == "", answers[i].GetError()
+				ok := answers[i].GetError() == ""
+				reached, straight, why = reached || ok, straight || ok && !answers[i].GetThroughHost(), answers[i].GetError()
 			}
 		}
+		through[g.GetId()] = reached && !straight
 		switch {
 		case reached:
 			out = append(out, g)
@@ -262,7 +275,7 @@ func (k *Keeper) reached(ctx context.Context, v *state.View, m vm.Info, all []*c
 			say(steps.Because(reasonReached, "VM %s does not reach the port for carriers of %s over its network: %s", m.Name, lenderOf(g), why))
 		}
 	}
-	return out
+	return out, through
 }
 
 // reachedAt returns the addresses of which carriers need one: of the service VM that owns the

@@ -50,6 +50,9 @@ type Site interface {
 	Computing(ctx context.Context, uuid, gpu string) (sessions []string, err error)
 	HasCard(ctx context.Context, uuid string) (bool, error)
 	BringHome(ctx context.Context, m vm.VM, sessions []string, report migrate.Progress) error
+	// Relay makes connections for the VM's carriers, to addresses for which may returns true,
+	// until ctx ends or gpuguest does not answer.
+	Relay(ctx context.Context, m vm.VM, may func(address string) bool) error
 	// Left closes the channel of a VM that is not on this host any more.
 	Left(uuid string)
 }
@@ -79,6 +82,8 @@ type Keeper struct {
 	mu     sync.Mutex
 	served map[string]*served // by UUID
 	held   map[string]bool    // VMs, by UUID, whose GPU is being detached
+
+	relayed map[string]*relayed // by UUID
 }
 
 // served is a VM that is told of its GPU.
@@ -108,7 +113,7 @@ func New(c Config) *Keeper {
 	if c.Tell == 0 {
 		c.Tell = tellFor
 	}
-	return &Keeper{Config: c, wake: make(chan struct{}, 1), served: map[string]*served{}, held: map[string]bool{}}
+	return &Keeper{Config: c, wake: make(chan struct{}, 1), served: map[string]*served{}, held: map[string]bool{}, relayed: map[string]*relayed{}}
 }
 
 // lentOf returns what a claim in the log lends to a VM. ok is false if it is no lasting
@@ -160,9 +165,10 @@ func (k *Keeper) Run(ctx context.Context) {
 		v := k.Node.View()
 		var changed <-chan struct{}
 		if v != nil {
-			changed = v.Changed(clusterv1.Kind_KIND_ASSIGNMENT)
+			changed = v.Changed(clusterv1.Kind_KIND_ASSIGNMENT, clusterv1.Kind_KIND_MIGRATION)
 		}
 		k.look(ctx, v)
+		k.lookRelays(ctx, v)
 		t := time.NewTimer(lookEvery)
 		select {
 		case <-ctx.Done():
@@ -226,7 +232,7 @@ func (k *Keeper) here(ctx context.Context, uuid string) bool {
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	return k.served[uuid] != nil
+	return k.served[uuid] != nil || k.relayed[uuid] != nil
 }
 
 // serve tells a VM of its GPU, again and again, until ctx ends.

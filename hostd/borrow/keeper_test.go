@@ -52,6 +52,7 @@ type world struct {
 	lends    map[string]error // by host
 	asked    []string
 	home     []string
+	relayed  func(address string) bool // what the VM's carriers may reach through this host; nil: nothing
 }
 
 func newWorld(t *testing.T) *world {
@@ -214,6 +215,13 @@ func (s vmSite) HasCard(context.Context, string) (bool, error) { return s.card, 
 func (s vmSite) BringHome(_ context.Context, _ vm.VM, sessions []string, _ migrate.Progress) error {
 	s.locked(func() { s.home, s.sessions = append(s.home, sessions...), nil })
 	return nil
+}
+
+func (s vmSite) Relay(ctx context.Context, _ vm.VM, may func(string) bool) error {
+	s.locked(func() { s.relayed = may })
+	<-ctx.Done()
+	s.locked(func() { s.relayed = nil })
+	return ctx.Err()
 }
 
 // run has a keeper of the host h1 run until the test ends.

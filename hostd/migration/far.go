@@ -49,7 +49,7 @@ func (m *Manager) far(ctx context.Context, v *state.View, vm *migrate.VMFacts, l
 	for i := range vm.Far {
 		f := &vm.Far[i]
 		r := reached[v.Host(f.Host).GetLendAddress()]
-		f.Error, f.RTT = r.GetError(), max(0, time.Duration(r.GetRttNs())) // the VM says it
+		f.Error, f.Through, f.RTT = r.GetError(), r.GetThroughHost(), max(0, time.Duration(r.GetRttNs())) // the VM says it
 	}
 }
 
@@ -103,7 +103,7 @@ func liveProto(l *migrate.LivePlan) *gpuctlv1.MachineLive {
 	}
 	out := &gpuctlv1.MachineLive{Reasons: l.Reasons, OtherwiseStopNs: int64(l.Otherwise)}
 	if l.Far != nil {
-		out.Gpu, out.Model, out.RttNs = l.Far.ID, l.Far.Model, int64(l.Far.RTT)
+		out.Gpu, out.Model, out.RttNs, out.ThroughHost = l.Far.ID, l.Far.Model, int64(l.Far.RTT), l.Far.Through
 	}
 	for _, r := range l.Rejected {
 		out.Rejected = append(out.Rejected, &gpuctlv1.MachineRejection{Host: r.Host, Gpu: r.GPU, Model: r.Model, Reasons: r.Reasons})

@@ -102,6 +102,9 @@ func (a *app) printMachinePlan(verb string, r *gpuctlv1.MachinePlanResponse) err
 func liveRows(l *gpuctlv1.MachineLive) (rows [][2]string) {
 	if l.GetGpu() != "" {
 		text := fmt.Sprintf("its applications compute on %s (%s) over the network", l.GetGpu(), l.GetModel())
+		if l.GetThroughHost() {
+			text += ", through the VM's host as its network does not reach it"
+		}
 		if l.GetRttNs() > 0 {
 			text += ", " + lasted(l.GetRttNs()) + " away"
 		}

@@ -11,6 +11,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -84,6 +85,9 @@ func vmHosts(t *testing.T, ctx context.Context, r root, names ...string) []*vmHo
 	return out
 }
 
+// offline makes a VM without network.
+const offline = "offline"
+
 // guest is a VM: files, a console and gpuguest. libvirt's model has its domain.
 type guest struct {
 	t       *testing.T
@@ -95,10 +99,11 @@ type guest struct {
 	console *channeltest.Console
 	log     *testkit.Log
 	cmd     *exec.Cmd
+	offline bool // it has no network
 }
 
 // newGuest makes a VM without cards that runs on the host. Its sessions' users are none of
-// the hosts'. more are lines of its gpuguest.yaml.
+// the hosts'. more are lines of its gpuguest.yaml; "offline" gives it no network.
 func newGuest(t *testing.T, ctx context.Context, h *vmHost, name, uuid string, users int, more ...string) *guest {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "gv") // short: sockets lie in it
@@ -113,6 +118,9 @@ func newGuest(t *testing.T, ctx context.Context, h *vmHost, name, uuid string, u
 	v.console.Root(v.tree.Root, channel.Name)
 	v.tree.Write("proc/sys/kernel/random/boot_id", "boot\n")
 	v.tree.Write("proc/meminfo", "MemTotal: 1024 kB\nMemAvailable: 512 kB\n")
+	if v.offline = slices.Contains(more, offline); v.offline {
+		more = slices.DeleteFunc(more, func(line string) bool { return line == offline })
+	}
 	config := fmt.Sprintf("version: 1\nrunDir: %s/run\nexecutorUsers: %d-%d\n%s\n", dir, users, users+99, strings.Join(more, "\n"))
 	if err := os.WriteFile(filepath.Join(dir, "gpuguest.yaml"), []byte(config), 0o600); err != nil {
 		t.Fatal(err)
@@ -145,6 +153,9 @@ func (v *guest) start() {
 	v.cmd = exec.Command(v.root.bin("gpuguest"), "serve", "--vm", "--config", filepath.Join(v.dir, "gpuguest.yaml"), "--root", v.tree.Root)
 	v.cmd.Stdout, v.cmd.Stderr = v.log, v.log
 	v.cmd.WaitDelay = time.Second
+	if v.offline { // not even a loopback interface that is up
+		v.cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
+	}
 	if err := v.cmd.Start(); err != nil {
 		v.t.Fatal(err)
 	}

@@ -21,6 +21,163 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+type RelayRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Instance      string                 `protobuf:"bytes,1,opt,name=instance,proto3" json:"instance,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RelayRequest) Reset() {
+	*x = RelayRequest{}
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[0]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RelayRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RelayRequest) ProtoMessage() {}
+
+func (x *RelayRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[0]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RelayRequest.ProtoReflect.Descriptor instead.
+func (*RelayRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{0}
+}
+
+func (x *RelayRequest) GetInstance() string {
+	if x != nil {
+		return x.Instance
+	}
+	return ""
+}
+
+type RelayResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Wishes        []*RelayWish           `protobuf:"bytes,1,rep,name=wishes,proto3" json:"wishes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RelayResponse) Reset() {
+	*x = RelayResponse{}
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RelayResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RelayResponse) ProtoMessage() {}
+
+func (x *RelayResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RelayResponse.ProtoReflect.Descriptor instead.
+func (*RelayResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *RelayResponse) GetWishes() []*RelayWish {
+	if x != nil {
+		return x.Wishes
+	}
+	return nil
+}
+
+// RelayWish is a connection that waits for the host.
+type RelayWish struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	Address       string                 `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"` // HOST:PORT
+	Bulk          bool                   `protobuf:"varint,3,opt,name=bulk,proto3" json:"bulk,omitempty"`      // it may carry much at once
+	First         []byte                 `protobuf:"bytes,4,opt,name=first,proto3" json:"first,omitempty"`     // what it sends first
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RelayWish) Reset() {
+	*x = RelayWish{}
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RelayWish) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RelayWish) ProtoMessage() {}
+
+func (x *RelayWish) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RelayWish.ProtoReflect.Descriptor instead.
+func (*RelayWish) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *RelayWish) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *RelayWish) GetAddress() string {
+	if x != nil {
+		return x.Address
+	}
+	return ""
+}
+
+func (x *RelayWish) GetBulk() bool {
+	if x != nil {
+		return x.Bulk
+	}
+	return false
+}
+
+func (x *RelayWish) GetFirst() []byte {
+	if x != nil {
+		return x.First
+	}
+	return nil
+}
+
 type BorrowRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Gpu           string                 `protobuf:"bytes,1,opt,name=gpu,proto3" json:"gpu,omitempty"` // id in the inventory
@@ -34,7 +191,7 @@ type BorrowRequest struct {
 
 func (x *BorrowRequest) Reset() {
 	*x = BorrowRequest{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[0]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -46,7 +203,7 @@ func (x *BorrowRequest) String() string {
 func (*BorrowRequest) ProtoMessage() {}
 
 func (x *BorrowRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[0]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -59,7 +216,7 @@ func (x *BorrowRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BorrowRequest.ProtoReflect.Descriptor instead.
 func (*BorrowRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{0}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *BorrowRequest) GetGpu() string {
@@ -106,7 +263,7 @@ type BorrowResponse struct {
 
 func (x *BorrowResponse) Reset() {
 	*x = BorrowResponse{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[1]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -118,7 +275,7 @@ func (x *BorrowResponse) String() string {
 func (*BorrowResponse) ProtoMessage() {}
 
 func (x *BorrowResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[1]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -131,7 +288,7 @@ func (x *BorrowResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BorrowResponse.ProtoReflect.Descriptor instead.
 func (*BorrowResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{1}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *BorrowResponse) GetWishes() []*LeaseWish {
@@ -153,7 +310,7 @@ type LeaseWish struct {
 
 func (x *LeaseWish) Reset() {
 	*x = LeaseWish{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[2]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -165,7 +322,7 @@ func (x *LeaseWish) String() string {
 func (*LeaseWish) ProtoMessage() {}
 
 func (x *LeaseWish) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[2]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -178,7 +335,7 @@ func (x *LeaseWish) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaseWish.ProtoReflect.Descriptor instead.
 func (*LeaseWish) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{2}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *LeaseWish) GetSession() string {
@@ -213,7 +370,7 @@ type GrantRequest struct {
 
 func (x *GrantRequest) Reset() {
 	*x = GrantRequest{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[3]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -225,7 +382,7 @@ func (x *GrantRequest) String() string {
 func (*GrantRequest) ProtoMessage() {}
 
 func (x *GrantRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[3]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -238,7 +395,7 @@ func (x *GrantRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GrantRequest.ProtoReflect.Descriptor instead.
 func (*GrantRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{3}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *GrantRequest) GetSession() string {
@@ -270,7 +427,7 @@ type GrantResponse struct {
 
 func (x *GrantResponse) Reset() {
 	*x = GrantResponse{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[4]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -282,7 +439,7 @@ func (x *GrantResponse) String() string {
 func (*GrantResponse) ProtoMessage() {}
 
 func (x *GrantResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[4]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -295,7 +452,7 @@ func (x *GrantResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GrantResponse.ProtoReflect.Descriptor instead.
 func (*GrantResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{4}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{7}
 }
 
 type ReachRequest struct {
@@ -307,7 +464,7 @@ type ReachRequest struct {
 
 func (x *ReachRequest) Reset() {
 	*x = ReachRequest{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[5]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -319,7 +476,7 @@ func (x *ReachRequest) String() string {
 func (*ReachRequest) ProtoMessage() {}
 
 func (x *ReachRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[5]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -332,7 +489,7 @@ func (x *ReachRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReachRequest.ProtoReflect.Descriptor instead.
 func (*ReachRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{5}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *ReachRequest) GetAddresses() []string {
@@ -351,7 +508,7 @@ type ReachResponse struct {
 
 func (x *ReachResponse) Reset() {
 	*x = ReachResponse{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -363,7 +520,7 @@ func (x *ReachResponse) String() string {
 func (*ReachResponse) ProtoMessage() {}
 
 func (x *ReachResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -376,7 +533,7 @@ func (x *ReachResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReachResponse.ProtoReflect.Descriptor instead.
 func (*ReachResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{6}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *ReachResponse) GetReached() []*Reached {
@@ -388,15 +545,16 @@ func (x *ReachResponse) GetReached() []*Reached {
 
 type Reached struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Error         string                 `protobuf:"bytes,1,opt,name=error,proto3" json:"error,omitempty"`               // why the address is not reached; empty: it is
-	RttNs         int64                  `protobuf:"varint,2,opt,name=rtt_ns,json=rttNs,proto3" json:"rtt_ns,omitempty"` // how long it took to connect
+	Error         string                 `protobuf:"bytes,1,opt,name=error,proto3" json:"error,omitempty"`                                 // why the address is not reached; empty: it is
+	RttNs         int64                  `protobuf:"varint,2,opt,name=rtt_ns,json=rttNs,proto3" json:"rtt_ns,omitempty"`                   // how long it took to connect
+	ThroughHost   bool                   `protobuf:"varint,3,opt,name=through_host,json=throughHost,proto3" json:"through_host,omitempty"` // not by the VM's network: its host makes the connection
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Reached) Reset() {
 	*x = Reached{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -408,7 +566,7 @@ func (x *Reached) String() string {
 func (*Reached) ProtoMessage() {}
 
 func (x *Reached) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -421,7 +579,7 @@ func (x *Reached) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Reached.ProtoReflect.Descriptor instead.
 func (*Reached) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{7}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Reached) GetError() string {
@@ -438,6 +596,13 @@ func (x *Reached) GetRttNs() int64 {
 	return 0
 }
 
+func (x *Reached) GetThroughHost() bool {
+	if x != nil {
+		return x.ThroughHost
+	}
+	return false
+}
+
 type HelloRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -446,7 +611,7 @@ type HelloRequest struct {
 
 func (x *HelloRequest) Reset() {
 	*x = HelloRequest{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -458,7 +623,7 @@ func (x *HelloRequest) String() string {
 func (*HelloRequest) ProtoMessage() {}
 
 func (x *HelloRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -471,7 +636,7 @@ func (x *HelloRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HelloRequest.ProtoReflect.Descriptor instead.
 func (*HelloRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{8}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{11}
 }
 
 type HelloResponse struct {
@@ -495,7 +660,7 @@ type HelloResponse struct {
 
 func (x *HelloResponse) Reset() {
 	*x = HelloResponse{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -507,7 +672,7 @@ func (x *HelloResponse) String() string {
 func (*HelloResponse) ProtoMessage() {}
 
 func (x *HelloResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -520,7 +685,7 @@ func (x *HelloResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HelloResponse.ProtoReflect.Descriptor instead.
 func (*HelloResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{9}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *HelloResponse) GetVersion() string {
@@ -637,7 +802,7 @@ type GuestDevice struct {
 
 func (x *GuestDevice) Reset() {
 	*x = GuestDevice{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -649,7 +814,7 @@ func (x *GuestDevice) String() string {
 func (*GuestDevice) ProtoMessage() {}
 
 func (x *GuestDevice) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -662,7 +827,7 @@ func (x *GuestDevice) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GuestDevice.ProtoReflect.Descriptor instead.
 func (*GuestDevice) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{10}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *GuestDevice) GetAddress() string {
@@ -771,7 +936,7 @@ type WatchDevicesRequest struct {
 
 func (x *WatchDevicesRequest) Reset() {
 	*x = WatchDevicesRequest{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -783,7 +948,7 @@ func (x *WatchDevicesRequest) String() string {
 func (*WatchDevicesRequest) ProtoMessage() {}
 
 func (x *WatchDevicesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -796,7 +961,7 @@ func (x *WatchDevicesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchDevicesRequest.ProtoReflect.Descriptor instead.
 func (*WatchDevicesRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{11}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{14}
 }
 
 type WatchDevicesResponse struct {
@@ -808,7 +973,7 @@ type WatchDevicesResponse struct {
 
 func (x *WatchDevicesResponse) Reset() {
 	*x = WatchDevicesResponse{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -820,7 +985,7 @@ func (x *WatchDevicesResponse) String() string {
 func (*WatchDevicesResponse) ProtoMessage() {}
 
 func (x *WatchDevicesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -833,7 +998,7 @@ func (x *WatchDevicesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchDevicesResponse.ProtoReflect.Descriptor instead.
 func (*WatchDevicesResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{12}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *WatchDevicesResponse) GetDevices() []*GuestDevice {
@@ -852,7 +1017,7 @@ type ReleaseRequest struct {
 
 func (x *ReleaseRequest) Reset() {
 	*x = ReleaseRequest{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -864,7 +1029,7 @@ func (x *ReleaseRequest) String() string {
 func (*ReleaseRequest) ProtoMessage() {}
 
 func (x *ReleaseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -877,7 +1042,7 @@ func (x *ReleaseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseRequest.ProtoReflect.Descriptor instead.
 func (*ReleaseRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{13}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ReleaseRequest) GetAddress() string {
@@ -896,7 +1061,7 @@ type ReleaseResponse struct {
 
 func (x *ReleaseResponse) Reset() {
 	*x = ReleaseResponse{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -908,7 +1073,7 @@ func (x *ReleaseResponse) String() string {
 func (*ReleaseResponse) ProtoMessage() {}
 
 func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -921,7 +1086,7 @@ func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseResponse.ProtoReflect.Descriptor instead.
 func (*ReleaseResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{14}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *ReleaseResponse) GetDevice() *GuestDevice {
@@ -940,7 +1105,7 @@ type TakeUpRequest struct {
 
 func (x *TakeUpRequest) Reset() {
 	*x = TakeUpRequest{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -952,7 +1117,7 @@ func (x *TakeUpRequest) String() string {
 func (*TakeUpRequest) ProtoMessage() {}
 
 func (x *TakeUpRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -965,7 +1130,7 @@ func (x *TakeUpRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TakeUpRequest.ProtoReflect.Descriptor instead.
 func (*TakeUpRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{15}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *TakeUpRequest) GetAddress() string {
@@ -984,7 +1149,7 @@ type TakeUpResponse struct {
 
 func (x *TakeUpResponse) Reset() {
 	*x = TakeUpResponse{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -996,7 +1161,7 @@ func (x *TakeUpResponse) String() string {
 func (*TakeUpResponse) ProtoMessage() {}
 
 func (x *TakeUpResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1009,7 +1174,7 @@ func (x *TakeUpResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TakeUpResponse.ProtoReflect.Descriptor instead.
 func (*TakeUpResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{16}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *TakeUpResponse) GetDevice() *GuestDevice {
@@ -1031,7 +1196,7 @@ type AwaitDeviceRequest struct {
 
 func (x *AwaitDeviceRequest) Reset() {
 	*x = AwaitDeviceRequest{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1043,7 +1208,7 @@ func (x *AwaitDeviceRequest) String() string {
 func (*AwaitDeviceRequest) ProtoMessage() {}
 
 func (x *AwaitDeviceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1056,7 +1221,7 @@ func (x *AwaitDeviceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AwaitDeviceRequest.ProtoReflect.Descriptor instead.
 func (*AwaitDeviceRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{17}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *AwaitDeviceRequest) GetVendorId() uint32 {
@@ -1096,7 +1261,7 @@ type AwaitDeviceResponse struct {
 
 func (x *AwaitDeviceResponse) Reset() {
 	*x = AwaitDeviceResponse{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1108,7 +1273,7 @@ func (x *AwaitDeviceResponse) String() string {
 func (*AwaitDeviceResponse) ProtoMessage() {}
 
 func (x *AwaitDeviceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1121,7 +1286,7 @@ func (x *AwaitDeviceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AwaitDeviceResponse.ProtoReflect.Descriptor instead.
 func (*AwaitDeviceResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{18}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *AwaitDeviceResponse) GetDevice() *GuestDevice {
@@ -1145,7 +1310,7 @@ type PCIIdentity struct {
 
 func (x *PCIIdentity) Reset() {
 	*x = PCIIdentity{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1157,7 +1322,7 @@ func (x *PCIIdentity) String() string {
 func (*PCIIdentity) ProtoMessage() {}
 
 func (x *PCIIdentity) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1170,7 +1335,7 @@ func (x *PCIIdentity) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PCIIdentity.ProtoReflect.Descriptor instead.
 func (*PCIIdentity) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{19}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *PCIIdentity) GetVendorId() uint32 {
@@ -1217,7 +1382,7 @@ type ServesRequest struct {
 
 func (x *ServesRequest) Reset() {
 	*x = ServesRequest{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[20]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1229,7 +1394,7 @@ func (x *ServesRequest) String() string {
 func (*ServesRequest) ProtoMessage() {}
 
 func (x *ServesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[20]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1242,7 +1407,7 @@ func (x *ServesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ServesRequest.ProtoReflect.Descriptor instead.
 func (*ServesRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{20}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ServesRequest) GetFunctions() []*PCIIdentity {
@@ -1261,7 +1426,7 @@ type ServesResponse struct {
 
 func (x *ServesResponse) Reset() {
 	*x = ServesResponse{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[21]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1273,7 +1438,7 @@ func (x *ServesResponse) String() string {
 func (*ServesResponse) ProtoMessage() {}
 
 func (x *ServesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[21]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1286,7 +1451,7 @@ func (x *ServesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ServesResponse.ProtoReflect.Descriptor instead.
 func (*ServesResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{21}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ServesResponse) GetMissing() []string {
@@ -1305,7 +1470,7 @@ type ExpectRequest struct {
 
 func (x *ExpectRequest) Reset() {
 	*x = ExpectRequest{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[22]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1317,7 +1482,7 @@ func (x *ExpectRequest) String() string {
 func (*ExpectRequest) ProtoMessage() {}
 
 func (x *ExpectRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[22]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1330,7 +1495,7 @@ func (x *ExpectRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExpectRequest.ProtoReflect.Descriptor instead.
 func (*ExpectRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{22}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ExpectRequest) GetFunction() *PCIIdentity {
@@ -1348,7 +1513,7 @@ type ExpectResponse struct {
 
 func (x *ExpectResponse) Reset() {
 	*x = ExpectResponse{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[23]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1360,7 +1525,7 @@ func (x *ExpectResponse) String() string {
 func (*ExpectResponse) ProtoMessage() {}
 
 func (x *ExpectResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[23]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1373,7 +1538,7 @@ func (x *ExpectResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExpectResponse.ProtoReflect.Descriptor instead.
 func (*ExpectResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{23}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{26}
 }
 
 type OpenBulkRequest struct {
@@ -1384,7 +1549,7 @@ type OpenBulkRequest struct {
 
 func (x *OpenBulkRequest) Reset() {
 	*x = OpenBulkRequest{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[24]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1396,7 +1561,7 @@ func (x *OpenBulkRequest) String() string {
 func (*OpenBulkRequest) ProtoMessage() {}
 
 func (x *OpenBulkRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[24]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1409,7 +1574,7 @@ func (x *OpenBulkRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenBulkRequest.ProtoReflect.Descriptor instead.
 func (*OpenBulkRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{24}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{27}
 }
 
 type OpenBulkResponse struct {
@@ -1421,7 +1586,7 @@ type OpenBulkResponse struct {
 
 func (x *OpenBulkResponse) Reset() {
 	*x = OpenBulkResponse{}
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[25]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1433,7 +1598,7 @@ func (x *OpenBulkResponse) String() string {
 func (*OpenBulkResponse) ProtoMessage() {}
 
 func (x *OpenBulkResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_agent_proto_msgTypes[25]
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1446,7 +1611,7 @@ func (x *OpenBulkResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenBulkResponse.ProtoReflect.Descriptor instead.
 func (*OpenBulkResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{25}
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *OpenBulkResponse) GetVchan() string {
@@ -1460,7 +1625,16 @@ var File_gpuctl_v1_agent_proto protoreflect.FileDescriptor
 
 const file_gpuctl_v1_agent_proto_rawDesc = "" +
 	"\n" +
-	"\x15gpuctl/v1/agent.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/types.proto\"\x90\x01\n" +
+	"\x15gpuctl/v1/agent.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/types.proto\"*\n" +
+	"\fRelayRequest\x12\x1a\n" +
+	"\binstance\x18\x01 \x01(\tR\binstance\"=\n" +
+	"\rRelayResponse\x12,\n" +
+	"\x06wishes\x18\x01 \x03(\v2\x14.gpuctl.v1.RelayWishR\x06wishes\"_\n" +
+	"\tRelayWish\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x18\n" +
+	"\aaddress\x18\x02 \x01(\tR\aaddress\x12\x12\n" +
+	"\x04bulk\x18\x03 \x01(\bR\x04bulk\x12\x14\n" +
+	"\x05first\x18\x04 \x01(\fR\x05first\"\x90\x01\n" +
 	"\rBorrowRequest\x12\x10\n" +
 	"\x03gpu\x18\x01 \x01(\tR\x03gpu\x12\x14\n" +
 	"\x05model\x18\x02 \x01(\tR\x05model\x12\x14\n" +
@@ -1481,10 +1655,11 @@ const file_gpuctl_v1_agent_proto_rawDesc = "" +
 	"\fReachRequest\x12\x1c\n" +
 	"\taddresses\x18\x01 \x03(\tR\taddresses\"=\n" +
 	"\rReachResponse\x12,\n" +
-	"\areached\x18\x01 \x03(\v2\x12.gpuctl.v1.ReachedR\areached\"6\n" +
+	"\areached\x18\x01 \x03(\v2\x12.gpuctl.v1.ReachedR\areached\"Y\n" +
 	"\aReached\x12\x14\n" +
 	"\x05error\x18\x01 \x01(\tR\x05error\x12\x15\n" +
-	"\x06rtt_ns\x18\x02 \x01(\x03R\x05rttNs\"\x0e\n" +
+	"\x06rtt_ns\x18\x02 \x01(\x03R\x05rttNs\x12!\n" +
+	"\fthrough_host\x18\x03 \x01(\bR\vthroughHost\"\x0e\n" +
 	"\fHelloRequest\"\xbb\x03\n" +
 	"\rHelloResponse\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12\x1a\n" +
@@ -1552,7 +1727,7 @@ const file_gpuctl_v1_agent_proto_rawDesc = "" +
 	"\x0eExpectResponse\"\x11\n" +
 	"\x0fOpenBulkRequest\"(\n" +
 	"\x10OpenBulkResponse\x12\x14\n" +
-	"\x05vchan\x18\x01 \x01(\tR\x05vchan2\xe8\x05\n" +
+	"\x05vchan\x18\x01 \x01(\tR\x05vchan2\xa6\x06\n" +
 	"\fAgentService\x12:\n" +
 	"\x05Hello\x12\x17.gpuctl.v1.HelloRequest\x1a\x18.gpuctl.v1.HelloResponse\x12Q\n" +
 	"\fWatchDevices\x12\x1e.gpuctl.v1.WatchDevicesRequest\x1a\x1f.gpuctl.v1.WatchDevicesResponse0\x01\x12@\n" +
@@ -1564,7 +1739,8 @@ const file_gpuctl_v1_agent_proto_rawDesc = "" +
 	"\bOpenBulk\x12\x1a.gpuctl.v1.OpenBulkRequest\x1a\x1b.gpuctl.v1.OpenBulkResponse\x12:\n" +
 	"\x05Reach\x12\x17.gpuctl.v1.ReachRequest\x1a\x18.gpuctl.v1.ReachResponse\x12?\n" +
 	"\x06Borrow\x12\x18.gpuctl.v1.BorrowRequest\x1a\x19.gpuctl.v1.BorrowResponse0\x01\x12:\n" +
-	"\x05Grant\x12\x17.gpuctl.v1.GrantRequest\x1a\x18.gpuctl.v1.GrantResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
+	"\x05Grant\x12\x17.gpuctl.v1.GrantRequest\x1a\x18.gpuctl.v1.GrantResponse\x12<\n" +
+	"\x05Relay\x12\x17.gpuctl.v1.RelayRequest\x1a\x18.gpuctl.v1.RelayResponse0\x01B1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
 
 var (
 	file_gpuctl_v1_agent_proto_rawDescOnce sync.Once
@@ -1578,80 +1754,86 @@ func file_gpuctl_v1_agent_proto_rawDescGZIP() []byte {
 	return file_gpuctl_v1_agent_proto_rawDescData
 }
 
-var file_gpuctl_v1_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
+var file_gpuctl_v1_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 29)
 var file_gpuctl_v1_agent_proto_goTypes = []any{
-	(*BorrowRequest)(nil),        // 0: gpuctl.v1.BorrowRequest
-	(*BorrowResponse)(nil),       // 1: gpuctl.v1.BorrowResponse
-	(*LeaseWish)(nil),            // 2: gpuctl.v1.LeaseWish
-	(*GrantRequest)(nil),         // 3: gpuctl.v1.GrantRequest
-	(*GrantResponse)(nil),        // 4: gpuctl.v1.GrantResponse
-	(*ReachRequest)(nil),         // 5: gpuctl.v1.ReachRequest
-	(*ReachResponse)(nil),        // 6: gpuctl.v1.ReachResponse
-	(*Reached)(nil),              // 7: gpuctl.v1.Reached
-	(*HelloRequest)(nil),         // 8: gpuctl.v1.HelloRequest
-	(*HelloResponse)(nil),        // 9: gpuctl.v1.HelloResponse
-	(*GuestDevice)(nil),          // 10: gpuctl.v1.GuestDevice
-	(*WatchDevicesRequest)(nil),  // 11: gpuctl.v1.WatchDevicesRequest
-	(*WatchDevicesResponse)(nil), // 12: gpuctl.v1.WatchDevicesResponse
-	(*ReleaseRequest)(nil),       // 13: gpuctl.v1.ReleaseRequest
-	(*ReleaseResponse)(nil),      // 14: gpuctl.v1.ReleaseResponse
-	(*TakeUpRequest)(nil),        // 15: gpuctl.v1.TakeUpRequest
-	(*TakeUpResponse)(nil),       // 16: gpuctl.v1.TakeUpResponse
-	(*AwaitDeviceRequest)(nil),   // 17: gpuctl.v1.AwaitDeviceRequest
-	(*AwaitDeviceResponse)(nil),  // 18: gpuctl.v1.AwaitDeviceResponse
-	(*PCIIdentity)(nil),          // 19: gpuctl.v1.PCIIdentity
-	(*ServesRequest)(nil),        // 20: gpuctl.v1.ServesRequest
-	(*ServesResponse)(nil),       // 21: gpuctl.v1.ServesResponse
-	(*ExpectRequest)(nil),        // 22: gpuctl.v1.ExpectRequest
-	(*ExpectResponse)(nil),       // 23: gpuctl.v1.ExpectResponse
-	(*OpenBulkRequest)(nil),      // 24: gpuctl.v1.OpenBulkRequest
-	(*OpenBulkResponse)(nil),     // 25: gpuctl.v1.OpenBulkResponse
-	(*Limits)(nil),               // 26: gpuctl.v1.Limits
-	(*VirtualDevice)(nil),        // 27: gpuctl.v1.VirtualDevice
-	(*Target)(nil),               // 28: gpuctl.v1.Target
+	(*RelayRequest)(nil),         // 0: gpuctl.v1.RelayRequest
+	(*RelayResponse)(nil),        // 1: gpuctl.v1.RelayResponse
+	(*RelayWish)(nil),            // 2: gpuctl.v1.RelayWish
+	(*BorrowRequest)(nil),        // 3: gpuctl.v1.BorrowRequest
+	(*BorrowResponse)(nil),       // 4: gpuctl.v1.BorrowResponse
+	(*LeaseWish)(nil),            // 5: gpuctl.v1.LeaseWish
+	(*GrantRequest)(nil),         // 6: gpuctl.v1.GrantRequest
+	(*GrantResponse)(nil),        // 7: gpuctl.v1.GrantResponse
+	(*ReachRequest)(nil),         // 8: gpuctl.v1.ReachRequest
+	(*ReachResponse)(nil),        // 9: gpuctl.v1.ReachResponse
+	(*Reached)(nil),              // 10: gpuctl.v1.Reached
+	(*HelloRequest)(nil),         // 11: gpuctl.v1.HelloRequest
+	(*HelloResponse)(nil),        // 12: gpuctl.v1.HelloResponse
+	(*GuestDevice)(nil),          // 13: gpuctl.v1.GuestDevice
+	(*WatchDevicesRequest)(nil),  // 14: gpuctl.v1.WatchDevicesRequest
+	(*WatchDevicesResponse)(nil), // 15: gpuctl.v1.WatchDevicesResponse
+	(*ReleaseRequest)(nil),       // 16: gpuctl.v1.ReleaseRequest
+	(*ReleaseResponse)(nil),      // 17: gpuctl.v1.ReleaseResponse
+	(*TakeUpRequest)(nil),        // 18: gpuctl.v1.TakeUpRequest
+	(*TakeUpResponse)(nil),       // 19: gpuctl.v1.TakeUpResponse
+	(*AwaitDeviceRequest)(nil),   // 20: gpuctl.v1.AwaitDeviceRequest
+	(*AwaitDeviceResponse)(nil),  // 21: gpuctl.v1.AwaitDeviceResponse
+	(*PCIIdentity)(nil),          // 22: gpuctl.v1.PCIIdentity
+	(*ServesRequest)(nil),        // 23: gpuctl.v1.ServesRequest
+	(*ServesResponse)(nil),       // 24: gpuctl.v1.ServesResponse
+	(*ExpectRequest)(nil),        // 25: gpuctl.v1.ExpectRequest
+	(*ExpectResponse)(nil),       // 26: gpuctl.v1.ExpectResponse
+	(*OpenBulkRequest)(nil),      // 27: gpuctl.v1.OpenBulkRequest
+	(*OpenBulkResponse)(nil),     // 28: gpuctl.v1.OpenBulkResponse
+	(*Limits)(nil),               // 29: gpuctl.v1.Limits
+	(*VirtualDevice)(nil),        // 30: gpuctl.v1.VirtualDevice
+	(*Target)(nil),               // 31: gpuctl.v1.Target
 }
 var file_gpuctl_v1_agent_proto_depIdxs = []int32{
-	26, // 0: gpuctl.v1.BorrowRequest.limits:type_name -> gpuctl.v1.Limits
-	2,  // 1: gpuctl.v1.BorrowResponse.wishes:type_name -> gpuctl.v1.LeaseWish
-	27, // 2: gpuctl.v1.LeaseWish.device:type_name -> gpuctl.v1.VirtualDevice
-	28, // 3: gpuctl.v1.GrantRequest.target:type_name -> gpuctl.v1.Target
-	7,  // 4: gpuctl.v1.ReachResponse.reached:type_name -> gpuctl.v1.Reached
-	10, // 5: gpuctl.v1.HelloResponse.devices:type_name -> gpuctl.v1.GuestDevice
-	0,  // 6: gpuctl.v1.HelloResponse.remote:type_name -> gpuctl.v1.BorrowRequest
-	28, // 7: gpuctl.v1.GuestDevice.target:type_name -> gpuctl.v1.Target
-	10, // 8: gpuctl.v1.WatchDevicesResponse.devices:type_name -> gpuctl.v1.GuestDevice
-	10, // 9: gpuctl.v1.ReleaseResponse.device:type_name -> gpuctl.v1.GuestDevice
-	10, // 10: gpuctl.v1.TakeUpResponse.device:type_name -> gpuctl.v1.GuestDevice
-	10, // 11: gpuctl.v1.AwaitDeviceResponse.device:type_name -> gpuctl.v1.GuestDevice
-	19, // 12: gpuctl.v1.ServesRequest.functions:type_name -> gpuctl.v1.PCIIdentity
-	19, // 13: gpuctl.v1.ExpectRequest.function:type_name -> gpuctl.v1.PCIIdentity
-	8,  // 14: gpuctl.v1.AgentService.Hello:input_type -> gpuctl.v1.HelloRequest
-	11, // 15: gpuctl.v1.AgentService.WatchDevices:input_type -> gpuctl.v1.WatchDevicesRequest
-	13, // 16: gpuctl.v1.AgentService.Release:input_type -> gpuctl.v1.ReleaseRequest
-	15, // 17: gpuctl.v1.AgentService.TakeUp:input_type -> gpuctl.v1.TakeUpRequest
-	17, // 18: gpuctl.v1.AgentService.AwaitDevice:input_type -> gpuctl.v1.AwaitDeviceRequest
-	20, // 19: gpuctl.v1.AgentService.Serves:input_type -> gpuctl.v1.ServesRequest
-	22, // 20: gpuctl.v1.AgentService.Expect:input_type -> gpuctl.v1.ExpectRequest
-	24, // 21: gpuctl.v1.AgentService.OpenBulk:input_type -> gpuctl.v1.OpenBulkRequest
-	5,  // 22: gpuctl.v1.AgentService.Reach:input_type -> gpuctl.v1.ReachRequest
-	0,  // 23: gpuctl.v1.AgentService.Borrow:input_type -> gpuctl.v1.BorrowRequest
-	3,  // 24: gpuctl.v1.AgentService.Grant:input_type -> gpuctl.v1.GrantRequest
-	9,  // 25: gpuctl.v1.AgentService.Hello:output_type -> gpuctl.v1.HelloResponse
-	12, // 26: gpuctl.v1.AgentService.WatchDevices:output_type -> gpuctl.v1.WatchDevicesResponse
-	14, // 27: gpuctl.v1.AgentService.Release:output_type -> gpuctl.v1.ReleaseResponse
-	16, // 28: gpuctl.v1.AgentService.TakeUp:output_type -> gpuctl.v1.TakeUpResponse
-	18, // 29: gpuctl.v1.AgentService.AwaitDevice:output_type -> gpuctl.v1.AwaitDeviceResponse
-	21, // 30: gpuctl.v1.AgentService.Serves:output_type -> gpuctl.v1.ServesResponse
-	23, // 31: gpuctl.v1.AgentService.Expect:output_type -> gpuctl.v1.ExpectResponse
-	25, // 32: gpuctl.v1.AgentService.OpenBulk:output_type -> gpuctl.v1.OpenBulkResponse
-	6,  // 33: gpuctl.v1.AgentService.Reach:output_type -> gpuctl.v1.ReachResponse
-	1,  // 34: gpuctl.v1.AgentService.Borrow:output_type -> gpuctl.v1.BorrowResponse
-	4,  // 35: gpuctl.v1.AgentService.Grant:output_type -> gpuctl.v1.GrantResponse
-	25, // [25:36] is the sub-list for method output_type
-	14, // [14:25] is the sub-list for method input_type
-	14, // [14:14] is the sub-list for extension type_name
-	14, // [14:14] is the sub-list for extension extendee
-	0,  // [0:14] is the sub-list for field type_name
+	2,  // 0: gpuctl.v1.RelayResponse.wishes:type_name -> gpuctl.v1.RelayWish
+	29, // 1: gpuctl.v1.BorrowRequest.limits:type_name -> gpuctl.v1.Limits
+	5,  // 2: gpuctl.v1.BorrowResponse.wishes:type_name -> gpuctl.v1.LeaseWish
+	30, // 3: gpuctl.v1.LeaseWish.device:type_name -> gpuctl.v1.VirtualDevice
+	31, // 4: gpuctl.v1.GrantRequest.target:type_name -> gpuctl.v1.Target
+	10, // 5: gpuctl.v1.ReachResponse.reached:type_name -> gpuctl.v1.Reached
+	13, // 6: gpuctl.v1.HelloResponse.devices:type_name -> gpuctl.v1.GuestDevice
+	3,  // 7: gpuctl.v1.HelloResponse.remote:type_name -> gpuctl.v1.BorrowRequest
+	31, // 8: gpuctl.v1.GuestDevice.target:type_name -> gpuctl.v1.Target
+	13, // 9: gpuctl.v1.WatchDevicesResponse.devices:type_name -> gpuctl.v1.GuestDevice
+	13, // 10: gpuctl.v1.ReleaseResponse.device:type_name -> gpuctl.v1.GuestDevice
+	13, // 11: gpuctl.v1.TakeUpResponse.device:type_name -> gpuctl.v1.GuestDevice
+	13, // 12: gpuctl.v1.AwaitDeviceResponse.device:type_name -> gpuctl.v1.GuestDevice
+	22, // 13: gpuctl.v1.ServesRequest.functions:type_name -> gpuctl.v1.PCIIdentity
+	22, // 14: gpuctl.v1.ExpectRequest.function:type_name -> gpuctl.v1.PCIIdentity
+	11, // 15: gpuctl.v1.AgentService.Hello:input_type -> gpuctl.v1.HelloRequest
+	14, // 16: gpuctl.v1.AgentService.WatchDevices:input_type -> gpuctl.v1.WatchDevicesRequest
+	16, // 17: gpuctl.v1.AgentService.Release:input_type -> gpuctl.v1.ReleaseRequest
+	18, // 18: gpuctl.v1.AgentService.TakeUp:input_type -> gpuctl.v1.TakeUpRequest
+	20, // 19: gpuctl.v1.AgentService.AwaitDevice:input_type -> gpuctl.v1.AwaitDeviceRequest
+	23, // 20: gpuctl.v1.AgentService.Serves:input_type -> gpuctl.v1.ServesRequest
+	25, // 21: gpuctl.v1.AgentService.Expect:input_type -> gpuctl.v1.ExpectRequest
+	27, // 22: gpuctl.v1.AgentService.OpenBulk:input_type -> gpuctl.v1.OpenBulkRequest
+	8,  // 23: gpuctl.v1.AgentService.Reach:input_type -> gpuctl.v1.ReachRequest
+	3,  // 24: gpuctl.v1.AgentService.Borrow:input_type -> gpuctl.v1.BorrowRequest
+	6,  // 25: gpuctl.v1.AgentService.Grant:input_type -> gpuctl.v1.GrantRequest
+	0,  // 26: gpuctl.v1.AgentService.Relay:input_type -> gpuctl.v1.RelayRequest
+	12, // 27: gpuctl.v1.AgentService.Hello:output_type -> gpuctl.v1.HelloResponse
+	15, // 28: gpuctl.v1.AgentService.WatchDevices:output_type -> gpuctl.v1.WatchDevicesResponse
+	17, // 29: gpuctl.v1.AgentService.Release:output_type -> gpuctl.v1.ReleaseResponse
+	19, // 30: gpuctl.v1.AgentService.TakeUp:output_type -> gpuctl.v1.TakeUpResponse
+	21, // 31: gpuctl.v1.AgentService.AwaitDevice:output_type -> gpuctl.v1.AwaitDeviceResponse
+	24, // 32: gpuctl.v1.AgentService.Serves:output_type -> gpuctl.v1.ServesResponse
+	26, // 33: gpuctl.v1.AgentService.Expect:output_type -> gpuctl.v1.ExpectResponse
+	28, // 34: gpuctl.v1.AgentService.OpenBulk:output_type -> gpuctl.v1.OpenBulkResponse
+	9,  // 35: gpuctl.v1.AgentService.Reach:output_type -> gpuctl.v1.ReachResponse
+	4,  // 36: gpuctl.v1.AgentService.Borrow:output_type -> gpuctl.v1.BorrowResponse
+	7,  // 37: gpuctl.v1.AgentService.Grant:output_type -> gpuctl.v1.GrantResponse
+	1,  // 38: gpuctl.v1.AgentService.Relay:output_type -> gpuctl.v1.RelayResponse
+	27, // [27:39] is the sub-list for method output_type
+	15, // [15:27] is the sub-list for method input_type
+	15, // [15:15] is the sub-list for extension type_name
+	15, // [15:15] is the sub-list for extension extendee
+	0,  // [0:15] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_agent_proto_init() }
@@ -1666,7 +1848,7 @@ func file_gpuctl_v1_agent_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_agent_proto_rawDesc), len(file_gpuctl_v1_agent_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   26,
+			NumMessages:   29,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

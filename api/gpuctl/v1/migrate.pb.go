@@ -282,6 +282,7 @@ type MachineLive struct {
 	Reasons         []*Reason              `protobuf:"bytes,4,rep,name=reasons,proto3" json:"reasons,omitempty"`                                           // why it is not done
 	Rejected        []*MachineRejection    `protobuf:"bytes,5,rep,name=rejected,proto3" json:"rejected,omitempty"`                                         // GPUs that do not fit for it
 	OtherwiseStopNs int64                  `protobuf:"varint,6,opt,name=otherwise_stop_ns,json=otherwiseStopNs,proto3" json:"otherwise_stop_ns,omitempty"` // predicted downtime of the other way; 0: that is impossible
+	ThroughHost     bool                   `protobuf:"varint,7,opt,name=through_host,json=throughHost,proto3" json:"through_host,omitempty"`               // the VM's network does not reach its host: carriers connect through the VM's host
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -356,6 +357,13 @@ func (x *MachineLive) GetOtherwiseStopNs() int64 {
 		return x.OtherwiseStopNs
 	}
 	return 0
+}
+
+func (x *MachineLive) GetThroughHost() bool {
+	if x != nil {
+		return x.ThroughHost
+	}
+	return false
 }
 
 type MachineCandidate struct {
@@ -3548,14 +3556,15 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	" \x03(\v2\x11.gpuctl.v1.ReasonR\vwarmReasons\x12\x12\n" +
 	"\x04away\x18\v \x01(\x04R\x04away\x12'\n" +
 	"\x05notes\x18\f \x03(\v2\x11.gpuctl.v1.ReasonR\x05notes\x12*\n" +
-	"\x04live\x18\r \x01(\v2\x16.gpuctl.v1.MachineLiveR\x04live\"\xde\x01\n" +
+	"\x04live\x18\r \x01(\v2\x16.gpuctl.v1.MachineLiveR\x04live\"\x81\x02\n" +
 	"\vMachineLive\x12\x10\n" +
 	"\x03gpu\x18\x01 \x01(\tR\x03gpu\x12\x14\n" +
 	"\x05model\x18\x02 \x01(\tR\x05model\x12\x15\n" +
 	"\x06rtt_ns\x18\x03 \x01(\x03R\x05rttNs\x12+\n" +
 	"\areasons\x18\x04 \x03(\v2\x11.gpuctl.v1.ReasonR\areasons\x127\n" +
 	"\brejected\x18\x05 \x03(\v2\x1b.gpuctl.v1.MachineRejectionR\brejected\x12*\n" +
-	"\x11otherwise_stop_ns\x18\x06 \x01(\x03R\x0fotherwiseStopNs\"\xb9\x02\n" +
+	"\x11otherwise_stop_ns\x18\x06 \x01(\x03R\x0fotherwiseStopNs\x12!\n" +
+	"\fthrough_host\x18\a \x01(\bR\vthroughHost\"\xb9\x02\n" +
 	"\x10MachineCandidate\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12\x10\n" +
 	"\x03gpu\x18\x02 \x01(\tR\x03gpu\x12\x14\n" +

@@ -44,6 +44,7 @@ type Config struct {
 	Socket       string // control: ExecutorService
 	ImportSocket string // contents from the executor that served the session before
 	FileSocket   string // files that gpuguest sends
+	Relay        string // where connections through this VM's host are made; empty: not in a VM
 	Remote       *gpuctlv1.Remote
 	Logger       *slog.Logger
 }
@@ -64,7 +65,7 @@ type carrier struct {
 	split  uint64
 	state  *os.File
 	locks  int // an open file description of the ring, for the locks of the parts
-	dialer remote.Dialer
+	dialer *remote.Dialer
 	outage time.Duration
 
 	ctx    context.Context // ends with the carrier
@@ -201,8 +202,8 @@ func (c *carrier) target(r *gpuctlv1.Remote, h remote.Hello) error {
 		return fmt.Errorf("the lease has %d addresses and a token of %d bytes", len(r.GetAddresses()), len(r.GetToken()))
 	}
 	_, _ = rand.Read(h.Carrier[:]) // never fails
-	c.dialer = remote.Dialer{
-		Addresses: r.Addresses, Token: remote.Token(r.Token), Plain: r.Plain, Peer: r.PeerCertSha256,
+	c.dialer = &remote.Dialer{
+		Addresses: r.Addresses, Relay: c.cfg.Relay, Token: remote.Token(r.Token), Plain: r.Plain, Peer: r.PeerCertSha256,
 		Own: remote.Identity{Certificate: r.Certificate, Key: r.PrivateKey}, Hello: h,
 		Compress: remote.Compress{Always: r.CompressAlways, Counts: &compress.Counts{}},
 	}

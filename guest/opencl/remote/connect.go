@@ -15,11 +15,14 @@ import (
 	"io"
 	"math/big"
 	"net"
+	"strings"
+	"sync/atomic"
 	"time"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/internal/compress"
 	"github.com/gpuctl/gpuctl/internal/link"
+	"github.com/gpuctl/gpuctl/internal/relay"
 )
 
 // Errors of connections.
@@ -32,6 +35,8 @@ var (
 	// time. A far executor answers when it has loaded its runtime.
 	ErrSilent = errors.New("the far host takes the connection and does not answer")
 )
+
+var errNoRelay = errors.New("this program is not in a VM whose host makes connections for it")
 
 // Role is what a connection is for.
 type Role uint8
@@ -321,7 +326,8 @@ func (i Identity) config(peer []byte, role Role) (*tls.Config, error) {
 
 // Dialer makes a carrier's connections.
 type Dialer struct {
-	Addresses []string // tried in order
+	Addresses []string // tried in order, from the one on that was reached last
+	Relay     string   // socket at which connections through this VM's host are made, for addresses with relay.Prefix
 	Token     Token
 	Plain     bool
 	Own       Identity
@@ -329,6 +335,8 @@ type Dialer struct {
 	Hello     Hello
 	Timeout   time.Duration // of one address, up to the answer; 0: 10 s
 	Compress  Compress
+
+	reached atomic.Uint32 // index of the address that was reached last
 }
 
 // Compress says how an end compresses what it sends, if the other one can expand it.
@@ -374,9 +382,13 @@ func (d *Dialer) Dial(ctx context.Context, role Role) (net.Conn, error) {
 		return nil, errors.New("no address of the far host")
 	}
 	var errs []error
-	for _, addr := range d.Addresses {
+	first := int(d.reached.Load())
+	for i := range d.Addresses {
+		n := (first + i) % len(d.Addresses)
+		addr := d.Addresses[n]
 		c, err := d.dial(ctx, addr, role)
 		if err == nil {
+			d.reached.Store(uint32(n))
 			return c, nil
 		}
 		errs = append(errs, fmt.Errorf("%s: %w", addr, err))
@@ -390,7 +402,7 @@ func (d *Dialer) Dial(ctx context.Context, role Role) (net.Conn, error) {
 func (d *Dialer) dial(ctx context.Context, addr string, role Role) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, d.timeout())
 	defer cancel()
-	conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", addr)
+	conn, err := d.connect(ctx, addr, role)
 	if err != nil {
 		return nil, err
 	}
@@ -410,10 +422,32 @@ func (d *Dialer) dial(ctx context.Context, addr string, role Role) (net.Conn, er
 	return greeted, nil
 }
 
-func (d *Dialer) greet(ctx context.Context, conn net.Conn, role Role) (net.Conn, error) {
-	if _, err := conn.Write(Preamble{role, d.Plain, d.Token}.Append(nil)); err != nil {
+// connect makes a connection, and sends the preamble.
+func (d *Dialer) connect(ctx context.Context, addr string, role Role) (net.Conn, error) {
+	preamble := Preamble{role, d.Plain, d.Token}.Append(nil)
+	if port, ok := strings.CutPrefix(addr, relay.Prefix); ok {
+		if d.Relay == "" {
+			return nil, errNoRelay
+		}
+		return relay.Dial(ctx, d.Relay, port, role != Commands && role != Control, preamble)
+	}
+	conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", addr)
+	if err != nil {
 		return nil, err
 	}
+	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
+	_, err = conn.Write(preamble)
+	if !stop() && err == nil {
+		err = ctx.Err()
+	}
+	if err != nil {
+		conn.Close()
+		return nil, err
+	}
+	return conn, nil
+}
+
+func (d *Dialer) greet(ctx context.Context, conn net.Conn, role Role) (net.Conn, error) {
 	if d.Plain {
 		if _, err := conn.Write(d.Hello.Append(nil)); err != nil {
 			return nil, err

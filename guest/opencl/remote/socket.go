@@ -7,6 +7,7 @@ import (
 	"runtime"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -14,7 +15,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 )
 
-// socket is a TCP connection whose reader looks for a while before it sleeps, and whose reader
+// socket is a TCP connection, or a Unix one to a VM's relay, whose reader looks for a while before it sleeps, and whose reader
 // and writer sleep in the system call itself. Go's poller knows nothing of it: it would wake
 // a thread of its own for each packet, beside the one that reads. One goroutine reads, and one
 // writes, at a time.
@@ -55,10 +56,10 @@ const (
 	mostIOV   = 1024 // pieces that one system call takes
 )
 
-// newSocket takes the place of conn, if that is TCP. Who expects small messages looks. exact
+// newSocket takes the place of conn, if that is a connection of the kernel's. Who expects small messages looks. exact
 // says that who reads many bytes waits for all of them.
 func newSocket(conn net.Conn, looks, exact bool) net.Conn {
-	t, ok := conn.(*net.TCPConn)
+	t, ok := conn.(syscall.Conn)
 	if !ok {
 		return conn
 	}
@@ -71,9 +72,13 @@ func newSocket(conn net.Conn, looks, exact bool) net.Conn {
 	if cerr != nil || err != nil {
 		return conn
 	}
-	s := &socket{fd: fd, local: t.LocalAddr(), remote: t.RemoteAddr(), exact: exact, lowest: 1}
-	_ = t.SetNoDelay(true)
-	_ = t.Close() // s has the connection, too
+	s := &socket{fd: fd, local: conn.LocalAddr(), remote: conn.RemoteAddr(), exact: exact, lowest: 1}
+	if tcp, ok := conn.(*net.TCPConn); ok {
+		_ = tcp.SetNoDelay(true)
+	} else {
+		s.exact = false // only TCP wakes a reader later
+	}
+	_ = conn.Close() // s has the connection, too
 	switch {
 	case !looks:
 	case runtime.NumCPU() <= 2:
@@ -92,7 +97,7 @@ func (s *socket) LocalAddr() net.Addr { return s.local }
 func (s *socket) RemoteAddr() net.Addr { return s.remote }
 
 func (s *socket) failed(op string, err error) error {
-	return &net.OpError{Op: op, Net: "tcp", Source: s.local, Addr: s.remote, Err: err}
+	return &net.OpError{Op: op, Net: s.remote.Network(), Source: s.local, Addr: s.remote, Err: err}
 }
 
 // wait sleeps until the connection is ready, or for some time. which is 0 for reading and 1

@@ -23,7 +23,8 @@ import (
 // Protocol is the version of AgentService and GuestService that this package serves.
 // Since 2, a session's state can leave the VM. Since 3, sessions can compute on GPUs that
 // hosts lend to the VM. Since 4, they can begin there. Since 5, the VM can lend its cards.
-const Protocol = 5
+// Since 6, its carriers can connect through the host.
+const Protocol = 6
 
 // Token is the token of the offer that the agent makes to the VM's applications. They
 // send no token.
@@ -89,6 +90,8 @@ type Config struct {
 	// Lender has the leases of the VM's cards, which then are for sessions of other VMs and
 	// hosts alone; nil: they are for the VM's own.
 	Lender Lender
+	// Relay has the connections of carriers that the host is to make; nil: there are none.
+	Relay Relay
 	// Ready is called with whether there is a GPU for OpenCL applications.
 	Ready  func(bool)
 	Logger *slog.Logger

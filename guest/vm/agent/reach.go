@@ -2,6 +2,7 @@ package agent
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"sync"
@@ -11,6 +12,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/internal/excerpt"
+	"github.com/gpuctl/gpuctl/internal/relay"
 )
 
 const (
@@ -43,6 +45,25 @@ func (v service) Reach(ctx context.Context, req *connect.Request[gpuctlv1.ReachR
 	}
 	wg.Wait()
 	return connect.NewResponse(out), nil
+}
+
+// Relay has the connections that the host is to make. relay.Guest implements it.
+type Relay interface {
+	Watch(ctx context.Context, instance string, tell func([]relay.Wish) error) error
+}
+
+// Relay tells the host of the connections of carriers that wait for it.
+func (v service) Relay(ctx context.Context, req *connect.Request[gpuctlv1.RelayRequest], st *connect.ServerStream[gpuctlv1.RelayResponse]) error {
+	if v.a.cfg.Relay == nil {
+		return connect.NewError(connect.CodeUnimplemented, errors.New("this gpuguest has no relay"))
+	}
+	return v.a.cfg.Relay.Watch(ctx, req.Msg.GetInstance(), func(all []relay.Wish) error {
+		out := &gpuctlv1.RelayResponse{}
+		for _, w := range all {
+			out.Wishes = append(out.Wishes, &gpuctlv1.RelayWish{Id: w.ID, Address: w.Address, Bulk: w.Bulk, First: w.First})
+		}
+		return st.Send(out)
+	})
 }
 
 func reach(ctx context.Context, address string) *gpuctlv1.Reached {

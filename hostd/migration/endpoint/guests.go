@@ -16,6 +16,8 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/guest/vm/channel"
+	"github.com/gpuctl/gpuctl/internal/random"
+	"github.com/gpuctl/gpuctl/internal/relay"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
@@ -53,8 +55,11 @@ type Guests struct {
 	// until done is called.
 	Bulk func(ctx context.Context, uuid string) (client *http.Client, done func(), err error)
 
-	mu   sync.Mutex
-	open map[string]*guest // by UUID
+	instance string // of this process
+
+	mu      sync.Mutex
+	open    map[string]*guest      // by UUID
+	relayed map[string]*relay.Host // by UUID, what makes connections for VMs
 }
 
 // guest is a VM's agent.
@@ -67,7 +72,7 @@ type guest struct {
 
 // NewGuests returns Guests. It does not connect yet.
 func NewGuests(c GuestsConfig) *Guests {
-	g := &Guests{GuestsConfig: c, open: map[string]*guest{}}
+	g := &Guests{GuestsConfig: c, instance: random.Hex(8), open: map[string]*guest{}, relayed: map[string]*relay.Host{}}
 	g.Bulk = g.bulk
 	return g
 }
@@ -175,6 +180,38 @@ func (g *Guests) Forget(uuid string) {
 		o.close()
 		delete(g.open, uuid)
 	}
+}
+
+// relays notes what makes connections for a VM, until end is called.
+func (g *Guests) relays(uuid string, h *relay.Host) (end func()) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.relayed[uuid] = h
+	return func() {
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		if g.relayed[uuid] == h {
+			delete(g.relayed, uuid)
+		}
+	}
+}
+
+// Relayed reports whether connections of a VM go through this host now.
+func (g *Guests) Relayed(uuid string) bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	h := g.relayed[uuid]
+	return h != nil && h.Active() > 0
+}
+
+// roundTrip returns how long a VM's channel takes; 0: unknown.
+func (g *Guests) roundTrip(uuid string) time.Duration {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if o := g.open[uuid]; o != nil {
+		return o.link.State().RoundTrip
+	}
+	return 0
 }
 
 // Close closes all channels.

@@ -5,6 +5,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -37,8 +38,29 @@ const vmOutage = 10 * time.Minute
 
 var errLendsNothing = errors.New("it lends VMs no GPUs")
 
-// Reach asks a VM which addresses it reaches over its network.
+// Reach asks a VM which addresses it reaches over its network. Those that it does not are tried
+// from here, if its carriers can connect through its host.
 func (l *Local) Reach(ctx context.Context, uuid string, addresses []string) ([]*gpuctlv1.Reached, error) {
+	all, err := l.reach(ctx, uuid, addresses)
+	if err != nil || !slices.ContainsFunc(all, func(r *gpuctlv1.Reached) bool { return r.GetError() != "" }) {
+		return all, err
+	}
+	protocol, err := l.AgentProtocol(ctx, uuid)
+	if err != nil || protocol < RelayProtocol {
+		return all, err
+	}
+	var wg sync.WaitGroup
+	for i, one := range all {
+		if one.GetError() != "" {
+			wg.Go(func() { l.reachFromHere(ctx, uuid, addresses[i], one) })
+		}
+	}
+	wg.Wait()
+	return all, nil
+}
+
+// reach asks a VM which addresses it reaches over its network.
+func (l *Local) reach(ctx context.Context, uuid string, addresses []string) ([]*gpuctlv1.Reached, error) {
 	o, err := l.Guests.get(ctx, uuid)
 	if err != nil {
 		return nil, err
@@ -51,7 +73,7 @@ func (l *Local) Reach(ctx context.Context, uuid string, addresses []string) ([]*
 		return nil, fmt.Errorf("its gpuguest was asked about %d addresses and answers about %d", len(addresses), len(res.Msg.GetReached()))
 	}
 	for _, one := range res.Msg.GetReached() { // the VM writes it
-		one.Error = excerpt.Of(one.GetError(), 200)
+		one.Error, one.ThroughHost = excerpt.Of(one.GetError(), 200), false
 	}
 	return res.Msg.GetReached(), nil
 }
@@ -108,11 +130,12 @@ func (l *Local) farTarget(ctx context.Context, m *gpuctlv1.SiteMachine, gpu, cla
 	if err != nil {
 		return nil, peerError(host, err)
 	}
-	l.Log.Info("gpu borrowed for a VM", "machine", m.GetName(), "session", session, "gpu", gpu, "lease", id, "peer", hex.EncodeToString(res.Msg.GetCertificateSha256()))
+	addresses := l.ways(ctx, m.GetUuid(), res.Msg.GetAddresses())
+	l.Log.Info("gpu borrowed for a VM", "machine", m.GetName(), "session", session, "gpu", gpu, "lease", id, "addresses", addresses, "peer", hex.EncodeToString(res.Msg.GetCertificateSha256()))
 	return &gpuctlv1.Target{
 		Gpu: gpu, Model: res.Msg.GetModel(), Limits: res.Msg.GetLimits(),
 		Runtime: &gpuctlv1.Runtime{Remote: &gpuctlv1.Remote{
-			Addresses: res.Msg.GetAddresses(), Token: res.Msg.GetToken(), PeerCertSha256: res.Msg.GetCertificateSha256(),
+			Addresses: addresses, Token: res.Msg.GetToken(), PeerCertSha256: res.Msg.GetCertificateSha256(),
 			Certificate: own.Certificate, PrivateKey: own.Key, OutageMs: vmOutage.Milliseconds(), Memory: res.Msg.GetLimits().GetGlobalMemory(),
 		}},
 	}, nil

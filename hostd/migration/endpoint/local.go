@@ -161,7 +161,13 @@ func (l *Local) Move(ctx context.Context, uuid, to string, report migrate.Progre
 		}
 		defer end()
 	}
-	l.Guests.Forget(uuid) // its channel ends; a new one is opened afterwards
+	// Its channel ends; a new one is opened afterwards. If its applications compute over the
+	// channel, it ends as late as possible.
+	if l.Guests.Relayed(uuid) {
+		defer l.Guests.Forget(uuid)
+	} else {
+		l.Guests.Forget(uuid)
+	}
 	return l.barred(ctx, vm.VM{UUID: uuid, Name: d.Name}, to, l.Client.Migrate(ctx, d, m))
 }
 

@@ -57,6 +57,8 @@ const (
 	AgentServiceBorrowProcedure = "/gpuctl.v1.AgentService/Borrow"
 	// AgentServiceGrantProcedure is the fully-qualified name of the AgentService's Grant RPC.
 	AgentServiceGrantProcedure = "/gpuctl.v1.AgentService/Grant"
+	// AgentServiceRelayProcedure is the fully-qualified name of the AgentService's Relay RPC.
+	AgentServiceRelayProcedure = "/gpuctl.v1.AgentService/Relay"
 )
 
 // AgentServiceClient is a client for the gpuctl.v1.AgentService service.
@@ -97,6 +99,11 @@ type AgentServiceClient interface {
 	Borrow(context.Context, *connect.Request[v1.BorrowRequest]) (*connect.ServerStreamForClient[v1.BorrowResponse], error)
 	// Grant answers a session that waits for a lease (protocol 4).
 	Grant(context.Context, *connect.Request[v1.GrantRequest]) (*connect.Response[v1.GrantResponse], error)
+	// Relay has the host make connections of carriers that the VM's network does not: it
+	// streams all that wait, first those that do so now, then at each change. The host makes
+	// each and takes it over by an HTTP request (internal/relay). A call ends the one before
+	// it (protocol 6).
+	Relay(context.Context, *connect.Request[v1.RelayRequest]) (*connect.ServerStreamForClient[v1.RelayResponse], error)
 }
 
 // NewAgentServiceClient constructs a client for the gpuctl.v1.AgentService service. By default, it
@@ -176,6 +183,12 @@ func NewAgentServiceClient(httpClient connect.HTTPClient, baseURL string, opts .
 			connect.WithSchema(agentServiceMethods.ByName("Grant")),
 			connect.WithClientOptions(opts...),
 		),
+		relay: connect.NewClient[v1.RelayRequest, v1.RelayResponse](
+			httpClient,
+			baseURL+AgentServiceRelayProcedure,
+			connect.WithSchema(agentServiceMethods.ByName("Relay")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -192,6 +205,7 @@ type agentServiceClient struct {
 	reach        *connect.Client[v1.ReachRequest, v1.ReachResponse]
 	borrow       *connect.Client[v1.BorrowRequest, v1.BorrowResponse]
 	grant        *connect.Client[v1.GrantRequest, v1.GrantResponse]
+	relay        *connect.Client[v1.RelayRequest, v1.RelayResponse]
 }
 
 // Hello calls gpuctl.v1.AgentService.Hello.
@@ -249,6 +263,11 @@ func (c *agentServiceClient) Grant(ctx context.Context, req *connect.Request[v1.
 	return c.grant.CallUnary(ctx, req)
 }
 
+// Relay calls gpuctl.v1.AgentService.Relay.
+func (c *agentServiceClient) Relay(ctx context.Context, req *connect.Request[v1.RelayRequest]) (*connect.ServerStreamForClient[v1.RelayResponse], error) {
+	return c.relay.CallServerStream(ctx, req)
+}
+
 // AgentServiceHandler is an implementation of the gpuctl.v1.AgentService service.
 type AgentServiceHandler interface {
 	// Hello returns what runs in the VM.
@@ -287,6 +306,11 @@ type AgentServiceHandler interface {
 	Borrow(context.Context, *connect.Request[v1.BorrowRequest], *connect.ServerStream[v1.BorrowResponse]) error
 	// Grant answers a session that waits for a lease (protocol 4).
 	Grant(context.Context, *connect.Request[v1.GrantRequest]) (*connect.Response[v1.GrantResponse], error)
+	// Relay has the host make connections of carriers that the VM's network does not: it
+	// streams all that wait, first those that do so now, then at each change. The host makes
+	// each and takes it over by an HTTP request (internal/relay). A call ends the one before
+	// it (protocol 6).
+	Relay(context.Context, *connect.Request[v1.RelayRequest], *connect.ServerStream[v1.RelayResponse]) error
 }
 
 // NewAgentServiceHandler builds an HTTP handler from the service implementation. It returns the
@@ -362,6 +386,12 @@ func NewAgentServiceHandler(svc AgentServiceHandler, opts ...connect.HandlerOpti
 		connect.WithSchema(agentServiceMethods.ByName("Grant")),
 		connect.WithHandlerOptions(opts...),
 	)
+	agentServiceRelayHandler := connect.NewServerStreamHandler(
+		AgentServiceRelayProcedure,
+		svc.Relay,
+		connect.WithSchema(agentServiceMethods.ByName("Relay")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/gpuctl.v1.AgentService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case AgentServiceHelloProcedure:
@@ -386,6 +416,8 @@ func NewAgentServiceHandler(svc AgentServiceHandler, opts ...connect.HandlerOpti
 			agentServiceBorrowHandler.ServeHTTP(w, r)
 		case AgentServiceGrantProcedure:
 			agentServiceGrantHandler.ServeHTTP(w, r)
+		case AgentServiceRelayProcedure:
+			agentServiceRelayHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -437,4 +469,8 @@ func (UnimplementedAgentServiceHandler) Borrow(context.Context, *connect.Request
 
 func (UnimplementedAgentServiceHandler) Grant(context.Context, *connect.Request[v1.GrantRequest]) (*connect.Response[v1.GrantResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.AgentService.Grant is not implemented"))
+}
+
+func (UnimplementedAgentServiceHandler) Relay(context.Context, *connect.Request[v1.RelayRequest], *connect.ServerStream[v1.RelayResponse]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.AgentService.Relay is not implemented"))
 }

@@ -1,0 +1,177 @@
+package relay
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"strings"
+	"time"
+
+	"github.com/gpuctl/gpuctl/internal/excerpt"
+)
+
+// Prefix begins an address (HOST:PORT) that is reached through the VM's host.
+const Prefix = "relay:"
+
+// Path is where Guest serves the host's requests: the id of a connection follows.
+const Path = "/relay/"
+
+const (
+	protocol    = "gpuctl-relay" // that HTTP is upgraded to
+	refusal     = "Gpuctl-Refused"
+	maxAddress  = 300 // bytes
+	maxFirst    = 64
+	maxText     = 300 // bytes of a reason
+	headFor     = 10 * time.Second
+	waitFor     = 15 * time.Second // for the host to make a connection
+	copyAtOnce  = 64 << 10
+	mostWaiting = 64
+	mostJoined  = 512 // connections of one VM
+)
+
+// Errors of connections.
+var (
+	// ErrRefused is returned for what the host does not let the VM reach.
+	ErrRefused = errors.New("the VM's host refuses the connection")
+	errFull    = fmt.Errorf("%d connections go through the host, and there are no more", mostJoined)
+	errHead    = errors.New("not a request of a program for a connection")
+)
+
+// Wish is a connection that waits for the host.
+type Wish struct {
+	ID      string // of this connection, random
+	Address string // HOST:PORT
+	Bulk    bool   // it may carry much at once: others must not wait behind it
+	First   []byte // what it sends first, maxFirst bytes at most
+}
+
+// Check returns an error for a wish that no Guest has sent.
+func (w Wish) Check() error {
+	if _, _, err := net.SplitHostPort(w.Address); err != nil || len(w.Address) > maxAddress || strings.ContainsAny(w.Address, " \n") {
+		return fmt.Errorf("address %.80q is not HOST:PORT: %w", w.Address, errHead)
+	}
+	if len(w.First) > maxFirst {
+		return fmt.Errorf("%d bytes are to be sent first, of %d: %w", len(w.First), maxFirst, errHead)
+	}
+	return nil
+}
+
+// The head of a program's connection: "c ADDRESS\n" or "b ADDRESS\n" (bulk), a byte with the
+// number of bytes that are sent first, and these. The answer is "ok\n", or "no REASON\n".
+
+func (w Wish) head() []byte {
+	lane := "c "
+	if w.Bulk {
+		lane = "b "
+	}
+	b := append([]byte(lane), w.Address...)
+	b = append(b, '\n', byte(len(w.First)))
+	return append(b, w.First...)
+}
+
+func readHead(r io.Reader) (w Wish, err error) {
+	line, err := readLine(r, 2+maxAddress)
+	if err != nil {
+		return w, err
+	}
+	var lane string
+	if lane, w.Address, _ = strings.Cut(line, " "); lane != "c" && lane != "b" {
+		return w, errHead
+	}
+	w.Bulk = lane == "b"
+	var n [1]byte
+	if _, err := io.ReadFull(r, n[:]); err != nil {
+		return w, err
+	}
+	if w.First = make([]byte, n[0]); len(w.First) <= maxFirst {
+		_, err = io.ReadFull(r, w.First)
+	}
+	return w, errors.Join(err, w.Check())
+}
+
+// readLine reads up to the end of a line of most bytes, and nothing of what follows.
+func readLine(r io.Reader, most int) (string, error) {
+	var line []byte
+	for b := make([]byte, 1); ; {
+		if _, err := io.ReadFull(r, b); err != nil {
+			return "", err
+		}
+		if b[0] == '\n' {
+			return string(line), nil
+		}
+		if line = append(line, b[0]); len(line) > most {
+			return "", errHead
+		}
+	}
+}
+
+// Dial connects to an address outside the VM, through the Guest that listens at the socket,
+// and sends first. bulk says that much may go over it at once.
+func Dial(ctx context.Context, socket, address string, bulk bool, first []byte) (net.Conn, error) {
+	w := Wish{Address: address, Bulk: bulk, First: first}
+	if err := w.Check(); err != nil {
+		return nil, err
+	}
+	conn, err := (&net.Dialer{}).DialContext(ctx, "unix", socket)
+	if err != nil {
+		return nil, fmt.Errorf("relay of the VM: %w", err)
+	}
+	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
+	answer := ""
+	if _, err = conn.Write(w.head()); err == nil {
+		answer, err = readLine(conn, len("no ")+maxText)
+	}
+	if !stop() && err == nil {
+		err = ctx.Err()
+	}
+	reason, refused := strings.CutPrefix(answer, "no ")
+	switch {
+	case err != nil:
+		err = fmt.Errorf("relay of the VM: %w", err)
+	case refused:
+		err = fmt.Errorf("%w: %s", ErrRefused, reason)
+	case answer != "ok":
+		err = fmt.Errorf("relay of the VM answers %q: %w", answer, errHead)
+	default:
+		return conn, nil
+	}
+	conn.Close()
+	return nil, err
+}
+
+// reasonOf returns an error's text in one line.
+func reasonOf(err error) string {
+	return excerpt.Line(strings.ReplaceAll(err.Error(), "\n", "; "), maxText)
+}
+
+// join copies between two connections in both directions until one of them ends, and closes
+// both. What was sent before the end arrives.
+func join(a io.ReadWriteCloser, b io.ReadWriteCloser) {
+	ended := make(chan struct{}, 2)
+	one := func(to io.Writer, from io.Reader) {
+		_, _ = io.CopyBuffer(struct{ io.Writer }{to}, struct{ io.Reader }{from}, make([]byte, copyAtOnce))
+		ended <- struct{}{}
+	}
+	go one(a, b)
+	go one(b, a)
+	<-ended
+	_ = a.Close()
+	_ = b.Close()
+	<-ended
+}
+
+// leading is a connection of which the first bytes were read already.
+type leading struct {
+	net.Conn
+	rest *bytes.Reader
+}
+
+func (l leading) Read(b []byte) (int, error) {
+	if l.rest.Len() > 0 {
+		return l.rest.Read(b)
+	}
+	return l.Conn.Read(b)
+}
