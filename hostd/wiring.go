@@ -221,7 +221,7 @@ func (m *wiring) detect(ctx context.Context, o Options, scanner *pci.Scanner, na
 	}
 	m.at = endpoint.Whereabouts{Name: name, Client: m.platform.Client, Peer: m.node.Site, Member: neighbours{m.node}.knows, Log: o.Log}
 	m.guests = endpoint.NewGuests(endpoint.GuestsConfig{
-		Channels: m.at, Cards: scanner.Cards, Vchan: m.platform.Vchan, Console: m.platform.Scheme() == "xen", Locks: o.Dir, Log: o.Log,
+		Channels: m.at, Cards: scanner.Cards, Vchan: m.platform.Vchan, Vsock: m.platform.Vsock, Console: m.platform.Scheme() == "xen", Locks: o.Dir, Log: o.Log,
 	})
 	file := ""
 	if o.Data != "" {

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/http"
 	"testing"
 	"time"
@@ -28,7 +29,8 @@ func TestBulkOverVchan(t *testing.T) {
 		fmt.Fprint(w, n, err)
 	})
 	ending, end := context.WithCancel(ctx)
-	b := &bulk{ctx: ending, handler: sum, log: slog.New(slog.DiscardHandler), store: guest.Xenstore(), devices: guest}
+	store := guest.Xenstore()
+	b := &bulk{ctx: ending, handler: sum, log: slog.New(slog.DiscardHandler), listen: listenVchan(store, guest), close: store.Close}
 	inDom0 := dom0.Xenstore()
 	dial := func(path string) (*http.Client, io.Closer, error) {
 		conn, err := vchan.Dial(ctx, inDom0, guest.ID(), path, vchan.Options{Devices: dom0})
@@ -41,10 +43,11 @@ func TestBulkOverVchan(t *testing.T) {
 	for range 2 {
 		var all []io.Closer
 		for i := range mostBulks {
-			path, err := b.Open(ctx)
+			to, err := b.Open(ctx)
 			if err != nil {
 				t.Fatal(err)
 			}
+			path := to.GetVchan()
 			c, closer, err := dial(path)
 			if err != nil {
 				t.Fatal(err)
@@ -79,15 +82,77 @@ func TestBulkOverVchan(t *testing.T) {
 	if _, err := b.Open(ctx); err != nil {
 		t.Fatal(err)
 	}
-	path, err := b.Open(ctx)
+	to, err := b.Open(ctx)
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, closer, err := dial(path)
+	_, closer, err := dial(to.GetVchan())
 	if err != nil {
 		t.Fatal(err)
 	}
 	end()
 	b.Close()
 	_ = closer.Close()
+}
+
+// Over vsock, the host gets its connection although others connect before it, who send nothing,
+// something else or too little, and keep their connections.
+func TestBulkOverVsockTakesWhoKnowsTheSecret(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	hello := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "hello") })
+	ending, end := context.WithCancel(ctx)
+	var at string // TCP stands for vsock
+	b := &bulk{ctx: ending, handler: hello, log: slog.New(slog.DiscardHandler), close: func() error { return nil }, listen: listenVsock(func() (net.Listener, error) {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err == nil {
+			at = l.Addr().String()
+		}
+		return l, err
+	})}
+	for range 2 {
+		to, err := b.Open(ctx)
+		if err != nil || len(to.GetSecret()) != secretSize {
+			t.Fatal(to, err)
+		}
+		connect := func(first []byte) net.Conn {
+			t.Helper()
+			conn, err := net.Dial("tcp", at)
+			if err == nil {
+				_, err = conn.Write(first)
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			return conn
+		}
+		for _, first := range [][]byte{nil, make([]byte, secretSize), to.GetSecret()[:secretSize-1]} {
+			defer connect(first).Close()
+		}
+		c, closer, err := channel.Over(connect(to.GetSecret()))
+		if err != nil {
+			t.Fatal(err)
+		}
+		res, err := c.Get(channel.BaseURL)
+		if err != nil {
+			t.Fatal(err)
+		}
+		text, _ := io.ReadAll(res.Body)
+		res.Body.Close()
+		if string(text) != "hello" {
+			t.Errorf("%q", text)
+		}
+		if conn, err := net.Dial("tcp", at); err == nil {
+			conn.Close()
+			t.Error("a second connection is taken")
+		}
+		if err := closer.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+	if _, err := b.Open(ctx); err != nil { // nobody comes
+		t.Fatal(err)
+	}
+	end()
+	b.Close()
 }

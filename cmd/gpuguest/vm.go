@@ -141,7 +141,7 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	client := unixrpc.Client(api)
 	defer client.CloseIdleConnections()
 	mux := http.NewServeMux()
-	var openBulk func(context.Context) (string, error)
+	var openBulk func(context.Context) (*gpuctlv1.OpenBulkResponse, error)
 	if b := newBulk(ctx, filepath.Join(root, "dev/xen/xenbus"), mux, log); b != nil {
 		defer b.Close()
 		openBulk = b.Open

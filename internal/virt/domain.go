@@ -220,6 +220,18 @@ func (c *Client) StateReason(ctx context.Context, d Domain) (state State, reason
 	return state, reason, err
 }
 
+// PausedInName reports whether libvirt calls a domain paused that Xen runs, given its state and
+// the reason for it. libxl's driver keeps a job on the source as long as it sends the domain. It
+// pauses the domain for this reason only after that, if Xen refuses to resume it because it was
+// never suspended (libxl_migration.c, libxlDomainMigrationSrcConfirm).
+func (c *Client) PausedInName(ctx context.Context, d Domain, state State, reason int) (bool, error) {
+	if state != Paused || reason != PausedMigration || c.Driver() != Xen {
+		return false, nil
+	}
+	job, err := c.Job(ctx, d)
+	return err == nil && job.State != JobBounded && job.State != JobUnbounded, err
+}
+
 // XMLFlags select which XML of a domain is returned.
 type XMLFlags uint32
 

@@ -138,7 +138,7 @@ func TestUnit(t *testing.T) {
 	lines := strings.Split(string(data), "\n")
 	for _, want := range []string{
 		"KillMode=process", "RuntimeDirectory=gpuctl-guest", "RuntimeDirectoryPreserve=yes", "ExecPaths=/run/gpuctl-guest", "PrivateTmp=no", "PrivateDevices=no",
-		"ReadWritePaths=/sys/bus /sys/devices", "RestrictAddressFamilies=AF_UNIX AF_NETLINK", "Type=notify",
+		"ReadWritePaths=/sys/bus /sys/devices", "RestrictAddressFamilies=AF_UNIX AF_NETLINK AF_INET AF_INET6 AF_VSOCK", "Type=notify",
 		"ExecStart=/usr/bin/gpuguest serve --vm --config /etc/gpuctl/gpuguest.yaml",
 	} {
 		if !slices.Contains(lines, want) {

@@ -495,6 +495,15 @@ func (d *Document) channels() []*node {
 	return out
 }
 
+// VsockCID returns the context id by which vsock reaches the running domain; 0: it has no vsock.
+func (d *Document) VsockCID() uint32 {
+	cid, err := strconv.ParseUint(d.root.child("devices").child("vsock").child("cid").attr("address"), 10, 32)
+	if err != nil || cid < 3 { // those are the hypervisor's and the host's
+		return 0
+	}
+	return uint32(cid)
+}
+
 // AddChannel adds a guest channel.
 func (d *Document) AddChannel(c Channel) error {
 	if c.Name == "" || strings.Trim(c.Name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-") != "" {

@@ -18,8 +18,12 @@ const liveConfig = `gpus:
     env: {POCL_DEVICES: basic, POCL_MEMORY_LIMIT: "1"}
 `
 
-// TestMigrateLive moves a VM to the other host and back while its application computes: on a
-// GPU that one of the hosts lends to it, over the VM's network.
+// throughHost is in a plan by which carriers connect through the VM's host.
+const throughHost = "through the VM's host"
+
+// TestMigrateLive moves a VM to the other host and back while its application computes on a
+// GPU that one of the hosts lends to it: there over the VM's network, and back, when it has none
+// any more, over vchans and through the host that it is on.
 func TestMigrateLive(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 55*time.Minute)
 	defer cancel()
@@ -52,12 +56,16 @@ func TestMigrateLive(t *testing.T) {
 	must(t, v.work.WaitIteration(ctx, 1))
 	v.boot, err = g.BootID(ctx)
 	must(t, err)
-	for range hosts { // there and back
+	for i := range hosts { // there and back
+		if i > 0 {
+			_, err := g.Run(ctx, "ip link set eth0 down")
+			must(t, err)
+		}
 		to := v.next(leg{"migrate", virtio})
 		plan := v.at.host.must(ctx, "migrate", "web", "--to", to.gpu(), "--live", "--plan")
 		t.Log(plan)
-		if !strings.Contains(plan, "/far") || !strings.Contains(plan, "over the network") {
-			t.Fatal("its applications are not to compute meanwhile")
+		if !strings.Contains(plan, "/far") || !strings.Contains(plan, "over the network") || strings.Contains(plan, throughHost) != (i > 0) {
+			t.Fatal("its applications are not to compute meanwhile, or not by this way")
 		}
 		before, err := v.work.Progress(ctx)
 		must(t, err)

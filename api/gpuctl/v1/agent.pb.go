@@ -1579,7 +1579,9 @@ func (*OpenBulkRequest) Descriptor() ([]byte, []int) {
 
 type OpenBulkResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Vchan         string                 `protobuf:"bytes,1,opt,name=vchan,proto3" json:"vchan,omitempty"`
+	Vchan         string                 `protobuf:"bytes,1,opt,name=vchan,proto3" json:"vchan,omitempty"`                           // path below the domain's home in xenstore; empty: it is no vchan
+	VsockPort     uint32                 `protobuf:"varint,2,opt,name=vsock_port,json=vsockPort,proto3" json:"vsock_port,omitempty"` // 0: it is no vsock
+	Secret        []byte                 `protobuf:"bytes,3,opt,name=secret,proto3" json:"secret,omitempty"`                         // 32 bytes that the host sends first over vsock, which any process of the host could use
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1619,6 +1621,20 @@ func (x *OpenBulkResponse) GetVchan() string {
 		return x.Vchan
 	}
 	return ""
+}
+
+func (x *OpenBulkResponse) GetVsockPort() uint32 {
+	if x != nil {
+		return x.VsockPort
+	}
+	return 0
+}
+
+func (x *OpenBulkResponse) GetSecret() []byte {
+	if x != nil {
+		return x.Secret
+	}
+	return nil
 }
 
 var File_gpuctl_v1_agent_proto protoreflect.FileDescriptor
@@ -1725,9 +1741,12 @@ const file_gpuctl_v1_agent_proto_rawDesc = "" +
 	"\rExpectRequest\x122\n" +
 	"\bfunction\x18\x01 \x01(\v2\x16.gpuctl.v1.PCIIdentityR\bfunction\"\x10\n" +
 	"\x0eExpectResponse\"\x11\n" +
-	"\x0fOpenBulkRequest\"(\n" +
+	"\x0fOpenBulkRequest\"_\n" +
 	"\x10OpenBulkResponse\x12\x14\n" +
-	"\x05vchan\x18\x01 \x01(\tR\x05vchan2\xa6\x06\n" +
+	"\x05vchan\x18\x01 \x01(\tR\x05vchan\x12\x1d\n" +
+	"\n" +
+	"vsock_port\x18\x02 \x01(\rR\tvsockPort\x12\x16\n" +
+	"\x06secret\x18\x03 \x01(\fR\x06secret2\xa6\x06\n" +
 	"\fAgentService\x12:\n" +
 	"\x05Hello\x12\x17.gpuctl.v1.HelloRequest\x1a\x18.gpuctl.v1.HelloResponse\x12Q\n" +
 	"\fWatchDevices\x12\x1e.gpuctl.v1.WatchDevicesRequest\x1a\x1f.gpuctl.v1.WatchDevicesResponse0\x01\x12@\n" +

@@ -81,9 +81,8 @@ type Config struct {
 	// interval Poll; zero: 20 s with events, otherwise 2 s.
 	Events <-chan Event
 	Poll   time.Duration
-	// Bulk opens a vchan for one connection of the host and returns its path; nil: no
-	// vchan.
-	Bulk func(ctx context.Context) (vchan string, err error)
+	// Bulk opens a vchan or vsock for one connection of the host; nil: there is none.
+	Bulk func(ctx context.Context) (*gpuctlv1.OpenBulkResponse, error)
 	// Driver is the engine of CUDA processes, Services what watches GPUs; nil: there is none.
 	Driver   Driver
 	Services Services

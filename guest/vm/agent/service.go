@@ -193,11 +193,11 @@ func (v service) OpenBulk(ctx context.Context, _ *connect.Request[gpuctlv1.OpenB
 	if v.a.cfg.Bulk == nil {
 		return nil, connect.NewError(connect.CodeFailedPrecondition, errors.New("this VM has no way to its host beside the channel"))
 	}
-	path, err := v.a.cfg.Bulk(ctx)
+	res, err := v.a.cfg.Bulk(ctx)
 	if err != nil {
 		return nil, connect.NewError(connect.CodeFailedPrecondition, err)
 	}
-	return connect.NewResponse(&gpuctlv1.OpenBulkResponse{Vchan: path}), nil
+	return connect.NewResponse(res), nil
 }
 
 // missing returns what is not installed in the VM to use a function; empty: nothing.

@@ -7,6 +7,8 @@ import (
 	"testing"
 
 	"github.com/gpuctl/gpuctl/hostd/cards"
+	"github.com/gpuctl/gpuctl/internal/virt"
+	"github.com/gpuctl/gpuctl/internal/virt/virttest"
 	"github.com/gpuctl/gpuctl/passthrough/domxml"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
@@ -65,6 +67,35 @@ func TestStore(t *testing.T) {
 			}
 			if err != nil || len(doc.HostDevices()) != 2 || !doc.Passthrough() {
 				t.Errorf("%v: %s", err, doc.Bytes())
+			}
+		})
+	}
+}
+
+// A VM that libvirt on Xen leaves paused in name is running, so that it can be moved again.
+func TestVMThatLibvirtLeavesPausedRuns(t *testing.T) {
+	for driver, want := range map[string]string{"xen": "running", "qemu": "paused"} {
+		t.Run(driver, func(t *testing.T) {
+			s := virttest.Start(t, driver)
+			c, err := virt.Open(driver+":///system", virt.WithSocket(s.Socket()))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+			d, err := c.Define(t.Context(), []byte("<domain type='"+driver+"'><name>web</name><uuid>11111111-2222-4333-8444-555555555501</uuid><memory unit='MiB'>64</memory></domain>"))
+			if err == nil {
+				_, err = c.Start(t.Context(), d)
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			s.Leave("web")
+			if m, err := (vms{c}).Find(t.Context(), "web"); err != nil || m.State != want {
+				t.Errorf("%v, %v", m.State, err)
+			}
+			s.Next("domjobinfo", virttest.Fault{Code: 39, Message: "unknown procedure: 298"})
+			if m, err := (vms{c}).Find(t.Context(), "web"); driver == "xen" && err == nil {
+				t.Errorf("it is not known whether a job runs: %v", m.State)
 			}
 		})
 	}

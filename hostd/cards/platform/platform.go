@@ -55,6 +55,9 @@ type Platform struct {
 	// Vchan connects to a path of a running VM over vchan; nil: the hypervisor is not
 	// Xen.
 	Vchan func(ctx context.Context, uuid, path string) (net.Conn, error)
+	// Vsock returns what connects to a port of a running VM over vsock, or nil if the VM has
+	// none; nil: the hypervisor is not KVM.
+	Vsock func(ctx context.Context, uuid string) (dial func(ctx context.Context, port uint32) (net.Conn, error), err error)
 
 	xen      *xen.Host        // nil: the hypervisor is not Xen
 	store    *xenstore.Client // as xen
@@ -191,6 +194,7 @@ func (p *Platform) hypervisor(ctx context.Context, o Options) error {
 	c.VMs = vms{client}
 	if !isXen {
 		c.Hypervisor, c.Mediated = kvmHypervisor{client}, mediated{client}
+		p.Vsock = kvmHypervisor{client}.vsock
 	}
 	return nil
 }

@@ -57,9 +57,14 @@ func (m vms) List(ctx context.Context) ([]vm.Info, error) {
 }
 
 func (m vms) describe(ctx context.Context, d virt.Domain) (vm.Info, error) {
-	state, err := m.client.State(ctx, d)
+	state, why, err := m.client.StateReason(ctx, d)
 	if err != nil {
 		return vm.Info{}, err
+	}
+	if inName, err := m.client.PausedInName(ctx, d, state, why); err != nil {
+		return vm.Info{}, err
+	} else if inName {
+		state = virt.Running
 	}
 	text, err := m.client.XML(ctx, d, 0)
 	if err != nil {

@@ -39,6 +39,9 @@ type GuestsConfig struct {
 	Cards func() ([]*pci.Card, error)
 	// Vchan connects to a path of a VM over vchan; nil: the hypervisor is not Xen.
 	Vchan func(ctx context.Context, uuid, path string) (net.Conn, error)
+	// Vsock returns what connects to a port of a VM over vsock; nil: the VM has no vsock, or
+	// the hypervisor has none.
+	Vsock func(ctx context.Context, uuid string) (dial func(ctx context.Context, port uint32) (net.Conn, error), err error)
 	// Console means that guest channels are Xen's PV consoles.
 	Console bool
 	// Locks is a folder that only hostd can write to. The folders of VMs' sockets can be
@@ -96,35 +99,70 @@ func (g *Guests) speed() uint64 {
 	return portSpeed
 }
 
-// bulk opens a vchan for the transfer. If that is not possible, it uses the guest
+// bulk opens a vchan or vsock for the transfer. If that is not possible, it uses the guest
 // channel.
 func (g *Guests) bulk(ctx context.Context, uuid string) (*http.Client, func(), error) {
 	o, err := g.get(ctx, uuid)
 	if err != nil {
 		return nil, nil, err
 	}
-	if g.Vchan != nil {
-		client, end, err := g.overVchan(ctx, uuid, o)
-		if err == nil {
+	dial, err := g.dialer(ctx, uuid)
+	if err == nil && dial != nil {
+		var client *http.Client
+		var end func()
+		if client, end, err = g.over(ctx, o, dial); err == nil {
 			return client, end, nil
 		}
-		g.Log.Warn("states take the slow way: the VM's channel", "machine", uuid, "err", err)
+	}
+	if err != nil {
+		g.Log.Warn("streams to a VM take the slow way: its channel", "machine", uuid, "err", err)
 	}
 	return o.link.HTTP(), func() {}, nil
 }
 
-func (g *Guests) overVchan(ctx context.Context, uuid string, o *guest) (*http.Client, func(), error) {
+// dialer returns what connects to a VM faster than by its channel; nil: nothing does.
+func (g *Guests) dialer(ctx context.Context, uuid string) (func(context.Context, *gpuctlv1.OpenBulkResponse) (net.Conn, error), error) {
+	switch {
+	case g.Vchan != nil:
+		return func(ctx context.Context, to *gpuctlv1.OpenBulkResponse) (net.Conn, error) {
+			path := to.GetVchan() // the VM is not trusted: the path must be in its own data folder in xenstore
+			if !strings.HasPrefix(path, "data/") {
+				return nil, fmt.Errorf("the VM offers a vchan at %.80q", path)
+			}
+			return g.Vchan(ctx, uuid, path)
+		}, nil
+	case g.Vsock == nil:
+		return nil, nil //nolint:nilnil // there is none
+	}
+	dial, err := g.Vsock(ctx, uuid)
+	if err != nil || dial == nil {
+		return nil, err
+	}
+	return func(ctx context.Context, to *gpuctlv1.OpenBulkResponse) (net.Conn, error) {
+		if to.GetVsockPort() == 0 {
+			return nil, errors.New("the VM offers no vsock")
+		}
+		conn, err := dial(ctx, to.GetVsockPort())
+		if err != nil {
+			return nil, err
+		}
+		if _, err := conn.Write(to.GetSecret()); err != nil {
+			conn.Close()
+			return nil, err
+		}
+		return conn, nil
+	}, nil
+}
+
+// over has the VM listen, and connects.
+func (g *Guests) over(ctx context.Context, o *guest, dial func(context.Context, *gpuctlv1.OpenBulkResponse) (net.Conn, error)) (*http.Client, func(), error) {
 	ctx, cancel := context.WithTimeout(ctx, agentWait)
 	defer cancel()
 	res, err := o.agent.OpenBulk(ctx, connect.NewRequest(&gpuctlv1.OpenBulkRequest{}))
 	if err != nil {
 		return nil, nil, err
 	}
-	path := res.Msg.GetVchan() // the VM is not trusted: the path must be in its own data folder in xenstore
-	if !strings.HasPrefix(path, "data/") {
-		return nil, nil, fmt.Errorf("the VM offers a vchan at %.80q", path)
-	}
-	conn, err := g.Vchan(ctx, uuid, path)
+	conn, err := dial(ctx, res.Msg)
 	if err != nil {
 		return nil, nil, err
 	}

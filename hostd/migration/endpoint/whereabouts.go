@@ -61,26 +61,24 @@ func (w Whereabouts) Where(ctx context.Context, uuid string) (migrate.Presence, 
 	case !state.Active():
 		return migrate.Stopped, nil
 	}
-	// libxl's driver keeps a job on the source as long as it sends the VM. It pauses the VM
-	// for this reason only after that, if Xen refuses to resume the VM because it was never
-	// suspended. Then the VM runs, whatever libvirt says. (libxl_migration.c,
-	// libxlDomainMigrationSrcConfirm)
-	left := state == virt.Paused && why == virt.PausedMigration && w.Client.Driver() == virt.Xen
-	if state == virt.Paused && !left { // a VM that migrates is paused on one of the two hosts
+	if inName, err := w.Client.PausedInName(ctx, d, state, why); err != nil {
+		return 0, err // it may be migrating
+	} else if inName {
+		w.Log.Warn("libvirt says that the VM is paused, but the migration has ended and Xen runs it; restart libvirtd, which then reads the state from Xen", "machine", d.Name)
+		return migrate.Running, nil
+	}
+	if state == virt.Paused { // a VM that migrates is paused on one of the two hosts
 		if why == virt.PausedMigration && w.keptPaused(ctx, d) {
 			return migrate.Kept, nil
 		}
 		return migrate.Moving, nil
 	}
 	switch job, err := w.Client.Job(ctx, d); {
-	case errors.Is(err, virt.ErrUnsupported) && !left:
+	case errors.Is(err, virt.ErrUnsupported):
 	case err != nil:
 		return 0, err // it may be migrating
 	case job.State == virt.JobBounded || job.State == virt.JobUnbounded:
 		return migrate.Moving, nil
-	}
-	if left {
-		w.Log.Warn("libvirt says that the VM is paused, but the migration has ended and Xen runs it; restart libvirtd, which then reads the state from Xen", "machine", d.Name)
 	}
 	return migrate.Running, nil
 }

@@ -87,7 +87,7 @@ type AgentServiceClient interface {
 	Expect(context.Context, *connect.Request[v1.ExpectRequest]) (*connect.Response[v1.ExpectResponse], error)
 	// OpenBulk listens for one connection of the host that is faster than the
 	// channel, to the same services. It ends with the connection, or if the host
-	// does not connect soon. FAILED_PRECONDITION if the VM has no vchan.
+	// does not connect soon. FAILED_PRECONDITION if the VM has neither vchan nor vsock.
 	OpenBulk(context.Context, *connect.Request[v1.OpenBulkRequest]) (*connect.Response[v1.OpenBulkResponse], error)
 	// Reach connects to addresses over the VM's network, and closes the connections: whether
 	// carriers in the VM would reach far executors there (protocol 3).
@@ -294,7 +294,7 @@ type AgentServiceHandler interface {
 	Expect(context.Context, *connect.Request[v1.ExpectRequest]) (*connect.Response[v1.ExpectResponse], error)
 	// OpenBulk listens for one connection of the host that is faster than the
 	// channel, to the same services. It ends with the connection, or if the host
-	// does not connect soon. FAILED_PRECONDITION if the VM has no vchan.
+	// does not connect soon. FAILED_PRECONDITION if the VM has neither vchan nor vsock.
 	OpenBulk(context.Context, *connect.Request[v1.OpenBulkRequest]) (*connect.Response[v1.OpenBulkResponse], error)
 	// Reach connects to addresses over the VM's network, and closes the connections: whether
 	// carriers in the VM would reach far executors there (protocol 3).
