@@ -76,9 +76,9 @@ func (b *bench) bringHome(ctx context.Context, stream float64, over, mode string
 		return err
 	}
 	defer r.Close()
-	gpus, buffers := [2]string{rig.Basic, rig.Pthread}, b.mib*4/64
+	gpus, buffers := b.ends(), b.mib*4/64
 	if b.device() == gpuID {
-		gpus, buffers = [2]string{gpuID, gpuID}, b.gib*1024/64
+		buffers = b.gib * 1024 / 64
 	}
 	results, err := b.stillness(ctx, r, 4, gpus, "--mib", "64", "--buffers", strconv.Itoa(buffers))
 	if err != nil {
@@ -133,6 +133,17 @@ func (b *bench) startCarried(ctx context.Context, way string) (*rig.Rig, error) 
 	return b.start(ctx)
 }
 
+// ends returns the GPU that is to be remote and the local one: two cards, where there are two.
+func (b *bench) ends() [2]string {
+	if b.device() != gpuID {
+		return [2]string{rig.Basic, rig.Pthread}
+	}
+	if _, ok := b.otherCard(); ok {
+		return [2]string{gpuID, otherID}
+	}
+	return [2]string{gpuID, gpuID}
+}
+
 // goHome moves a session from a remote GPU to a local one, and back, a few times. What the
 // bytes that were copied in the downtime take on the raw stream is not counted.
 func (b *bench) goHome(ctx context.Context, stream float64, what string, args ...string) error {
@@ -141,10 +152,7 @@ func (b *bench) goHome(ctx context.Context, stream float64, what string, args ..
 		return err
 	}
 	defer r.Close()
-	gpus := [2]string{rig.Basic, rig.Pthread}
-	if b.device() == gpuID {
-		gpus = [2]string{gpuID, gpuID}
-	}
+	gpus := b.ends()
 	stdin, wait, err := live(r.Command(ctx, gpus[0], append([]string{r.Program("replay")}, args...)...), "ready:")
 	if err != nil {
 		return err

@@ -93,8 +93,11 @@ func serveCarried(ctx context.Context, api, apps, dir, users string, anew bool) 
 		}
 	}
 	at, listen := os.Getenv("GPUCTL_TEST_CARRIER_AT"), []string{"127.0.0.1:0"}
+	port := filepath.Join(dir, "carrier-port")
 	if at != "" {
 		listen = nil
+	} else if before, err := os.ReadFile(port); err == nil { // carriers of one that was killed come back
+		listen = []string{string(before)}
 	}
 	// hostd is not told of these leases: it would end them, as it has not asked for them.
 	leases, err := lease.New(lease.Config{Dir: dir, Launcher: real, Logger: log, Listen: listen, Most: 4096})
@@ -102,6 +105,11 @@ func serveCarried(ctx context.Context, api, apps, dir, users string, anew bool) 
 		return err
 	}
 	defer leases.Close()
+	if at == "" {
+		if err := os.WriteFile(port, []byte(leases.Addresses()[0]), 0o600); err != nil {
+			return err
+		}
+	}
 	l := &launcher{ExecLauncher: real, leases: leases, mode: mode, at: at, outage: outage, ctx: ctx}
 	m, err := session.New(session.Config{
 		Dir: dir, Launcher: l,
