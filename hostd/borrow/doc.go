@@ -7,6 +7,9 @@
 // without a word of whoever has moved the VM: the keeper of the next host finds the VM there.
 // When a VM has ended is decided by the host that lends, which looks for it.
 //
+// For VMs whose network does not reach a GPU that is lent to them, lastingly or while they
+// move, the Keeper has their carriers connect through this host: to these GPUs' ports only.
+//
 // The Keeper keeps nothing itself. After a restart it finds everything in the log.
 //
 // What the host that lends does is in hostd/sessions, the two hosts' calls and those to
