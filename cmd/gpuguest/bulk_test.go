@@ -12,6 +12,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/mdlayher/vsock"
+	"golang.org/x/sys/unix"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/vm/channel"
 	"github.com/gpuctl/gpuctl/internal/vchan"
 	"github.com/gpuctl/gpuctl/internal/vchan/vchantest"
@@ -98,18 +102,37 @@ func TestBulkOverVchan(t *testing.T) {
 // Over vsock, the host gets its connection although others connect before it, who send nothing,
 // something else or too little, and keep their connections.
 func TestBulkOverVsockTakesWhoKnowsTheSecret(t *testing.T) {
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-	defer cancel()
-	hello := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "hello") })
-	ending, end := context.WithCancel(ctx)
 	var at string // TCP stands for vsock
-	b := &bulk{ctx: ending, handler: hello, log: slog.New(slog.DiscardHandler), close: func() error { return nil }, listen: listenVsock(func() (net.Listener, error) {
+	listen := func() (net.Listener, error) {
 		l, err := net.Listen("tcp", "127.0.0.1:0")
 		if err == nil {
 			at = l.Addr().String()
 		}
 		return l, err
-	})}
+	}
+	takesWhoKnowsTheSecret(t, listen, func(*gpuctlv1.OpenBulkResponse) (net.Conn, error) { return net.Dial("tcp", at) })
+}
+
+// The same over vsock of this machine. The lab runs it, as few machines have that.
+func TestBulkOverVsockOfThisMachine(t *testing.T) {
+	if l, err := vsock.ListenContextID(vsock.Local, 0, nil); err != nil {
+		t.Skipf("no vsock_loopback: %v", err)
+	} else {
+		l.Close()
+	}
+	listen := func() (net.Listener, error) { return vsock.ListenContextID(unix.VMADDR_CID_ANY, 0, nil) }
+	takesWhoKnowsTheSecret(t, listen, func(to *gpuctlv1.OpenBulkResponse) (net.Conn, error) {
+		return vsock.Dial(vsock.Local, to.GetVsockPort(), nil)
+	})
+}
+
+func takesWhoKnowsTheSecret(t *testing.T, listen func() (net.Listener, error), dial func(*gpuctlv1.OpenBulkResponse) (net.Conn, error)) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	hello := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "hello") })
+	ending, end := context.WithCancel(ctx)
+	b := &bulk{ctx: ending, handler: hello, log: slog.New(slog.DiscardHandler), close: func() error { return nil }, listen: listenVsock(listen)}
 	for range 2 {
 		to, err := b.Open(ctx)
 		if err != nil || len(to.GetSecret()) != secretSize {
@@ -117,7 +140,7 @@ func TestBulkOverVsockTakesWhoKnowsTheSecret(t *testing.T) {
 		}
 		connect := func(first []byte) net.Conn {
 			t.Helper()
-			conn, err := net.Dial("tcp", at)
+			conn, err := dial(to)
 			if err == nil {
 				_, err = conn.Write(first)
 			}
@@ -142,7 +165,7 @@ func TestBulkOverVsockTakesWhoKnowsTheSecret(t *testing.T) {
 		if string(text) != "hello" {
 			t.Errorf("%q", text)
 		}
-		if conn, err := net.Dial("tcp", at); err == nil {
+		if conn, err := dial(to); err == nil {
 			conn.Close()
 			t.Error("a second connection is taken")
 		}

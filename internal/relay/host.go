@@ -43,25 +43,26 @@ type Host struct {
 	wg       sync.WaitGroup
 }
 
-// Take begins to make those of a VM's connections that are new, as far as there are places.
-// They go on until ctx ends.
-func (h *Host) Take(ctx context.Context, all []Wish) {
+// Take begins to make those of a VM's connections that are new, which go on until ctx ends. It
+// returns false if there was no place for all of them: try again later.
+func (h *Host) Take(ctx context.Context, all []Wish) bool {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.busy == nil {
 		h.busy = map[string]bool{}
 	}
 	for _, w := range all {
-		if h.unproven >= mostUnproven || len(h.busy) >= mostJoined {
-			return
-		}
 		if w.ID == "" || len(w.ID) > maxID || h.busy[w.ID] {
 			continue
+		}
+		if h.unproven >= mostUnproven || len(h.busy) >= mostJoined {
+			return false
 		}
 		h.busy[w.ID] = true
 		h.unproven++
 		h.wg.Go(func() { h.serve(ctx, w) })
 	}
+	return true
 }
 
 // Active returns how many connections there are.

@@ -1,9 +1,11 @@
 package endpoint
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"slices"
@@ -100,40 +102,34 @@ func (l *Local) Relay(ctx context.Context, m vm.VM, may func(address string) boo
 
 // takeWishes has the host make the connections that a VM says are waiting.
 func takeWishes(ctx context.Context, host *relay.Host, stream *connect.ServerStreamForClient[gpuctlv1.RelayResponse]) error {
-	var mu sync.Mutex
-	var all []relay.Wish
-	take := func() {
-		mu.Lock()
-		defer mu.Unlock()
-		host.Take(ctx, all)
-	}
-	// Some may have been left out, as too many were being made.
+	news := make(chan []relay.Wish)
 	go func() {
-		tick := time.NewTicker(refusedFor / 4)
-		defer tick.Stop()
-		for {
-			select {
-			case <-ctx.Done():
-				return
-			case <-tick.C:
-				take()
+		defer close(news)
+		for stream.Receive() {
+			all := stream.Msg().GetWishes()
+			var now []relay.Wish
+			for _, w := range all[:min(len(all), mostWishes)] {
+				now = append(now, relay.Wish{ID: w.GetId(), Address: w.GetAddress(), Bulk: w.GetBulk(), First: w.GetFirst()})
 			}
+			news <- now
 		}
 	}()
-	for stream.Receive() {
-		var now []relay.Wish
-		for _, w := range stream.Msg().GetWishes()[:min(len(stream.Msg().GetWishes()), mostWishes)] {
-			now = append(now, relay.Wish{ID: w.GetId(), Address: w.GetAddress(), Bulk: w.GetBulk(), First: w.GetFirst()})
+	var all []relay.Wish
+	var again <-chan time.Time
+	for {
+		select {
+		case now, ok := <-news:
+			if !ok {
+				return fmt.Errorf("gpuguest makes no connections through its host any more: %w", cmp.Or(stream.Err(), io.EOF))
+			}
+			all = now
+		case <-again:
 		}
-		mu.Lock()
-		all = now
-		mu.Unlock()
-		take()
+		again = nil
+		if !host.Take(ctx, all) {
+			again = time.After(refusedFor / 4)
+		}
 	}
-	if err := stream.Err(); err != nil {
-		return fmt.Errorf("gpuguest: %w", err)
-	}
-	return errors.New("gpuguest has no relay any more")
 }
 
 // ways are what streams to a VM go over: a vchan for bulk transfers and one for the rest, or
