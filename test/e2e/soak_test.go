@@ -1,7 +1,9 @@
 package e2e
 
 import (
+	"bytes"
 	"context"
+	"errors"
 	"io"
 	"math/rand/v2"
 	"os"
@@ -11,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/test/chaos"
 	"github.com/gpuctl/gpuctl/test/lossy"
 	"github.com/gpuctl/gpuctl/test/rig"
@@ -115,6 +118,14 @@ func TestSoakRemote(t *testing.T) {
 func soakOne(t *testing.T, r *rig.Rig, l *lossy.Link, random *rand.Rand, until time.Time) (chaos.Result, pulls) {
 	t.Helper()
 	gpus := []string{rig.Basic, rig.Pthread}
+	// The claim of the program before ends a moment after it.
+	testkit.Until(t, "all GPUs are free", func() error {
+		out, err := r.Gpuctl(t.Context(), "inventory", "--where", "free", "-o", "json")
+		for _, gpu := range gpus {
+			err = errors.Join(err, testkit.Want(bytes.Contains(out, []byte(`"`+gpu+`"`)), string(out)))
+		}
+		return err
+	})
 	p := programs(r, t.TempDir(), random)
 	cmd := r.Command(t.Context(), gpus[random.IntN(2)], p.argv...)
 	stdin, err := cmd.StdinPipe()

@@ -550,7 +550,7 @@ func TestCarrierWaitsForARuntimeThatLoadsSlowly(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	d := remote.Dialer{Addresses: []string{l.Addr().String()}, Plain: true, Hello: remote.Hello{Generation: 1}, Timeout: 30 * time.Millisecond}
+	d := &remote.Dialer{Addresses: []string{l.Addr().String()}, Plain: true, Hello: remote.Hello{Generation: 1}, Timeout: 30 * time.Millisecond}
 	_, err = d.Dial(t.Context(), remote.Commands) // the kernel takes the connection, and nobody answers
 	if got := patience(err); got != loadPatience {
 		t.Errorf("it waits %v for a host that does not answer yet: %v", got, err)
