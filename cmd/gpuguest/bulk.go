@@ -149,6 +149,14 @@ func acceptSecret(ctx context.Context, l net.Listener, secret []byte) (net.Conn,
 	}
 }
 
+// opener returns Open, or nil if there is no way but the channel.
+func (b *bulk) opener() func(context.Context) (*gpuctlv1.OpenBulkResponse, error) {
+	if b == nil {
+		return nil
+	}
+	return b.Open
+}
+
 // Open says how the host reaches a way that waits for it.
 func (b *bulk) Open(ctx context.Context) (*gpuctlv1.OpenBulkResponse, error) {
 	b.mu.Lock()
@@ -188,6 +196,9 @@ func (b *bulk) serve(w *way) error {
 
 // Close waits until the open connections have ended with their context.
 func (b *bulk) Close() {
+	if b == nil {
+		return
+	}
 	b.wg.Wait()
 	_ = b.close()
 }

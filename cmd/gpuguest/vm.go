@@ -114,21 +114,15 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 		return err
 	}
 	defer driver.Close()
-	apps, err := listenApps(o)
-	if err != nil {
+	apps, aerr := listenApps(o)
+	api := filepath.Join(o.RunDir, apiSocket)
+	host, herr := rundir.Listen(api)
+	carriers, outside, rerr := o.listenRelay(launcher.Relay, log)
+	if err := errors.Join(aerr, herr, rerr); err != nil {
 		return err
 	}
 	defer apps.Close()
-	api := filepath.Join(o.RunDir, apiSocket)
-	host, err := rundir.Listen(api)
-	if err != nil {
-		return err
-	}
 	defer host.Close()
-	carriers, outside, err := o.listenRelay(launcher.Relay, log)
-	if err != nil {
-		return err
-	}
 	defer carriers.Close()
 
 	// The end of ctx ends all servers and their calls: operations roll back.
@@ -141,15 +135,12 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	client := unixrpc.Client(api)
 	defer client.CloseIdleConnections()
 	mux := http.NewServeMux()
-	var openBulk func(context.Context) (*gpuctlv1.OpenBulkResponse, error)
-	if b := newBulk(ctx, filepath.Join(root, "dev/xen/xenbus"), mux, log); b != nil {
-		defer b.Close()
-		openBulk = b.Open
-	}
+	ways := newBulk(ctx, filepath.Join(root, "dev/xen/xenbus"), mux, log)
+	defer ways.Close()
 	a, err = agent.New(agent.Config{
 		Root: machine, Dir: o.RunDir, Profiles: profiles, Prober: launcher, Version: cmdutil.Version(),
 		Sessions: &agent.GuestSessions{Client: gpuctlv1connect.NewGuestServiceClient(client, "http://gpuguest"), RunDir: o.RunDir},
-		Users:    usersOf(machine), Events: events, Ready: gate.Set, Bulk: openBulk, Logger: log, Driver: driver, Lender: leases.forAgent(), Relay: outside,
+		Users:    usersOf(machine), Events: events, Ready: gate.Set, Bulk: ways.opener(), Logger: log, Driver: driver, Lender: leases.forAgent(), Relay: outside,
 		Services: &units{machine: machine, binder: bind.New(machine, nil, bind.WithBootVGA()), may: o.Services},
 	})
 	if err != nil {
@@ -172,12 +163,7 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	}
 	start("sessions' socket", func() error { return srv.Serve(host) })
 	start("applications", func() error { return gate.Run(ctx) })
-	start("carriers", func() error {
-		if err := outside.Serve(carriers); !errors.Is(err, net.ErrClosed) {
-			return err
-		}
-		return nil
-	})
+	start("carriers", func() error { return outside.Serve(ctx, carriers) })
 	start("devices", func() error { return a.Run(ctx) })
 	start("channel", func() error { return channel.Serve(ctx, port.Open, mux, channel.WithLogger(log)) })
 	log.Info("serving the VM", "apps", o.AppSocket, "api", api, "channel", o.Channel)
@@ -190,7 +176,6 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	}
 	_, _ = daemon.SdNotify(false, daemon.SdNotifyStopping)
 	cancel()
-	carriers.Close()
 	sctx, end := context.WithTimeout(context.WithoutCancel(ctx), endTime)
 	defer end()
 	if serr := srv.Shutdown(sctx); serr != nil {

@@ -46,15 +46,15 @@ func NewGuest(may func(uid uint32) bool, log *slog.Logger) *Guest {
 	return &Guest{May: may, Log: log, waiting: map[string]*waiting{}, news: make(chan struct{}), joined: map[net.Conn]string{}}
 }
 
-// Serve accepts programs' connections until the listener is closed, and returns when all
-// have ended.
-func (g *Guest) Serve(l *net.UnixListener) error {
+// Serve accepts programs' connections until ctx ends, and returns when all of them have ended.
+func (g *Guest) Serve(ctx context.Context, l *net.UnixListener) error {
 	defer g.wg.Wait()
 	defer g.drop(func(string) bool { return true })
+	defer context.AfterFunc(ctx, func() { _ = l.Close() })()
 	for {
 		conn, err := l.AcceptUnix()
-		if errors.Is(err, net.ErrClosed) {
-			return err
+		if ctx.Err() != nil || errors.Is(err, net.ErrClosed) {
+			return nil
 		}
 		if err != nil { // as no descriptor is left: that passes
 			time.Sleep(100 * time.Millisecond)

@@ -149,7 +149,7 @@ func reasonOf(err error) string {
 
 // join copies between two connections in both directions until one of them ends, and closes
 // both. What was sent before the end arrives.
-func join(a io.ReadWriteCloser, b io.ReadWriteCloser) {
+func join(a, b io.ReadWriteCloser) {
 	ended := make(chan struct{}, 2)
 	one := func(to io.Writer, from io.Reader) {
 		_, _ = io.CopyBuffer(struct{ io.Writer }{to}, struct{ io.Reader }{from}, make([]byte, copyAtOnce))

@@ -78,7 +78,7 @@ func newWorld(t *testing.T) *world {
 	var cancel context.CancelFunc
 	w.ctx, cancel = context.WithCancel(t.Context())
 	var work sync.WaitGroup
-	work.Go(func() { _ = w.guest.Serve(l) })
+	work.Go(func() { _ = w.guest.Serve(w.ctx, l) })
 	w.watch = func(instance string) (end func()) {
 		ctx, cancel := context.WithCancel(w.ctx)
 		ended := make(chan struct{})
@@ -96,7 +96,6 @@ func newWorld(t *testing.T) *world {
 	}
 	t.Cleanup(func() {
 		cancel()
-		_ = l.Close()
 		w.host.Wait()
 		work.Wait()
 		client.CloseIdleConnections()
@@ -106,33 +105,6 @@ func newWorld(t *testing.T) *world {
 		}
 	})
 	return w
-}
-
-// port listens, and serves each connection by a function.
-func port(t *testing.T, serve func(net.Conn)) (address string) {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	var work sync.WaitGroup
-	work.Go(func() {
-		for {
-			conn, err := l.Accept()
-			if err != nil {
-				return
-			}
-			work.Go(func() {
-				defer conn.Close()
-				serve(conn)
-			})
-		}
-	})
-	t.Cleanup(func() {
-		_ = l.Close()
-		work.Wait()
-	})
-	return l.Addr().String()
 }
 
 func echo(conn net.Conn) { _, _ = io.Copy(conn, conn) }
@@ -165,7 +137,7 @@ func exchanges(conn net.Conn, expect []byte, size int) error {
 func TestConnectionsGoThroughTheHost(t *testing.T) {
 	w := newWorld(t)
 	defer w.watch("one")()
-	address := port(t, echo)
+	address := testkit.Port(t, echo)
 	go func() { // the host looks again for those that it has left out
 		for w.ctx.Err() == nil {
 			w.guest.mu.Lock()
@@ -200,12 +172,12 @@ func TestTheEndComesAfterWhatWasSent(t *testing.T) {
 	w := newWorld(t)
 	defer w.watch("one")()
 	got := make(chan int64, 1)
-	takes := port(t, func(conn net.Conn) {
+	takes := testkit.Port(t, func(conn net.Conn) {
 		_, _ = conn.Write([]byte("!"))
 		n, _ := io.Copy(io.Discard, conn)
 		got <- n
 	})
-	gives := port(t, func(conn net.Conn) { _, _ = conn.Write(make([]byte, 3<<20)) })
+	gives := testkit.Port(t, func(conn net.Conn) { _, _ = conn.Write(make([]byte, 3<<20)) })
 	conn, err := w.dial(takes, "")
 	if err != nil {
 		t.Fatal(err)
@@ -230,7 +202,7 @@ func TestTheEndComesAfterWhatWasSent(t *testing.T) {
 func TestRefusedConnectionsSayWhy(t *testing.T) {
 	w := newWorld(t)
 	defer w.watch("one")()
-	free := port(t, echo)
+	free := testkit.Port(t, echo)
 	for name, c := range map[string]struct{ address, first, says string }{
 		"not the VM's":         {"127.0.0.2:1", "", "not for this VM"},
 		"what it sends":        {free, "X", "not for this VM"},
@@ -259,7 +231,7 @@ func TestRefusedConnectionsSayWhy(t *testing.T) {
 // moved. One that began while no host asked waits.
 func TestConnectionsEndWhenTheVMHasMoved(t *testing.T) {
 	w := newWorld(t)
-	address := port(t, echo)
+	address := testkit.Port(t, echo)
 	type result struct {
 		conn net.Conn
 		err  error
@@ -309,7 +281,7 @@ func TestConnectionsEndWhenTheVMHasMoved(t *testing.T) {
 func TestHostileVMsGetFewConnections(t *testing.T) {
 	w := newWorld(t)
 	var reached atomic.Int64
-	quiet := port(t, func(conn net.Conn) {
+	quiet := testkit.Port(t, func(conn net.Conn) {
 		reached.Add(1)
 		_, _ = io.Copy(io.Discard, conn)
 	})

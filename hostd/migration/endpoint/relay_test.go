@@ -137,7 +137,7 @@ func newOffline(t *testing.T, overVchan bool) (*offline, *Local) {
 	v.mux.Handle(gpuctlv1connect.NewAgentServiceHandler(v))
 	v.mux.Handle(relay.Path, guest)
 	ctx, cancel := context.WithCancel(context.Background())
-	v.work.Go(func() { _ = guest.Serve(l) })
+	v.work.Go(func() { _ = guest.Serve(ctx, l) })
 	v.work.Go(func() {
 		if err := channel.Serve(ctx, channel.Port{Root: root}.Open, v.mux); err != nil {
 			t.Error(err)
@@ -146,7 +146,6 @@ func newOffline(t *testing.T, overVchan bool) (*offline, *Local) {
 	host := &Local{Whereabouts: Whereabouts{Name: "h1", Log: log}, Guests: NewGuests(c)}
 	t.Cleanup(func() {
 		cancel()
-		_ = l.Close()
 		v.hangUp()
 		v.work.Wait()
 		if err := host.Guests.Close(); err != nil {
@@ -159,28 +158,7 @@ func newOffline(t *testing.T, overVchan bool) (*offline, *Local) {
 // lendPort echoes what comes.
 func lendPort(t *testing.T) string {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	var work sync.WaitGroup
-	work.Go(func() {
-		for {
-			conn, err := l.Accept()
-			if err != nil {
-				return
-			}
-			work.Go(func() {
-				_, _ = io.Copy(conn, conn)
-				conn.Close()
-			})
-		}
-	})
-	t.Cleanup(func() {
-		_ = l.Close()
-		work.Wait()
-	})
-	return l.Addr().String()
+	return testkit.Port(t, func(conn net.Conn) { _, _ = io.Copy(conn, conn) })
 }
 
 func (v *offline) dial(t *testing.T, address string, bulk bool, first []byte) (net.Conn, error) {
