@@ -5,7 +5,8 @@
 //
 // GPUCTL_TEST_CARRIER says how: tcp; tls; cut for TLS over connections that are cut
 // again and again; mixed for a carrier in every other generation of a session's
-// executors, and an executor in the rest; roam for the same over TLS; break for that over connections of
+// executors, and an executor in the rest; roam for the same over TLS; relay for that as from a VM without
+// a network; break for that over connections of
 // contents that break; zstd with everything compressed that can be; or straight for TLS to two lease managers in turn, as of
 // two hosts, with contents that go straight from one to the other. GPUCTL_TEST_CARRIER_CUT says
 // which of those connections are cut: never; early, while the application runs; final, while
@@ -36,6 +37,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/guest/service"
 	"github.com/gpuctl/gpuctl/guest/session"
+	"github.com/gpuctl/gpuctl/internal/relay"
 )
 
 func main() {
@@ -83,7 +85,7 @@ func serveCarried(ctx context.Context, api, apps, dir, users string, anew bool) 
 		real.Users = &confine.Users{Range: r, Dir: "/run/gpuctl/users"}
 	}
 	mode := os.Getenv("GPUCTL_TEST_CARRIER")
-	if !slices.Contains([]string{"tcp", "tls", "cut", "mixed", "roam", "break", "zstd", "straight"}, mode) {
+	if !slices.Contains([]string{"tcp", "tls", "cut", "mixed", "roam", "relay", "break", "zstd", "straight"}, mode) {
 		return fmt.Errorf("GPUCTL_TEST_CARRIER is %q", mode)
 	}
 	outage := time.Minute
@@ -107,6 +109,11 @@ func serveCarried(ctx context.Context, api, apps, dir, users string, anew bool) 
 	defer leases.Close()
 	if at == "" {
 		if err := os.WriteFile(port, []byte(leases.Addresses()[0]), 0o600); err != nil {
+			return err
+		}
+	}
+	if mode == "relay" {
+		if real.Relay, err = relayed(ctx, dir, log); err != nil {
 			return err
 		}
 	}
@@ -148,7 +155,7 @@ type launcher struct {
 
 // Launch implements session.Launcher.
 func (l *launcher) Launch(ctx context.Context, spec session.Spec, journal func(session.Process) error) (session.Process, error) {
-	if slices.Contains([]string{"mixed", "roam", "break", "zstd"}, l.mode) && spec.Generation%2 == 0 {
+	if slices.Contains([]string{"mixed", "roam", "relay", "break", "zstd"}, l.mode) && spec.Generation%2 == 0 {
 		return l.ExecLauncher.Launch(ctx, spec, journal)
 	}
 	leases, id := l.hosts.of(&spec)
@@ -198,6 +205,9 @@ func (l *launcher) lend(ctx context.Context, leases *lease.Manager, rt *gpuctlv1
 	r.Token, r.PeerCertSha256, r.Addresses = resp.Token, resp.CertSha256, resp.Addresses
 	if l.at != "" {
 		r.Addresses = []string{l.at}
+	}
+	if l.mode == "relay" {
+		r.Addresses = []string{relay.Prefix + r.Addresses[0]}
 	}
 	if l.mode == "cut" || l.mode == "break" {
 		a, err := cutting(r.Addresses[0], l.mode)
