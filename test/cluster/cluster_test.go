@@ -1,7 +1,6 @@
 package cluster
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -307,13 +306,18 @@ func (c *life) session(t *testing.T, ctx context.Context) {
 		t.Fatal(err)
 	}
 	app := l.command(ctx, "run", "--gpu", "model == 'Small' || model == 'Large'", "--", l.root.program("stream"), "--mib", "8", "--buffers", "2", "--stdin")
-	var said bytes.Buffer
-	app.Stdout, app.Stderr = &said, &said
+	said := &testkit.Log{}
+	app.Stdout, app.Stderr = said, said
 	end, err := app.StdinPipe()
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer end.Close()
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("the application: %s", said)
+		}
+	})
 	if err := app.Start(); err != nil {
 		t.Fatal(err)
 	}
