@@ -17,7 +17,7 @@ STAMP := $(shell git rev-parse HEAD >/dev/null 2>&1 && echo -buildvcs=true || ec
 GOLANGCI = github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.12.2
 
 .DEFAULT_GOAL := build
-.PHONY: bad-network setup build programs binaries deb test test-loaded beside modes mixed check unit conform e2e cuda-e2e cluster-e2e libvirt-e2e property demo cluster-demo remote-demo cuda-demo mmio-demo mutate-mmio bench fuzz fuzz-c chaos chaos-cluster soak-hostile soak-remote generate lint clean
+.PHONY: bad-network setup build programs binaries deb test test-loaded modes mixed check unit conform e2e cuda-e2e cluster-e2e libvirt-e2e property demo cluster-demo remote-demo cuda-demo mmio-demo mutate-mmio bench fuzz fuzz-c chaos chaos-cluster soak-hostile soak-remote generate lint clean
 
 setup:
 	@packaging/setup.sh
@@ -58,12 +58,8 @@ programs:
 	@$(MAKE) --no-print-directory -C test/cuda
 	CGO_ENABLED=1 $(GO) build -trimpath -o bin/gpuguest-carried ./test/rig/carried
 
-test: build check beside modes mixed cuda-e2e libvirt-e2e
+test: build check unit modes mixed cuda-e2e cluster-e2e libvirt-e2e
 	@echo "all tests passed"
-
-# Those of the cluster mostly wait, and take as long as the unit tests. Each prints when it has ended.
-beside:
-	@$(MAKE) --no-print-directory -j2 --output-sync=target unit cluster-e2e
 
 # What swaps GPUs, on such as compute in the host's memory, and on such as have memory of their own, as cards have. "mixed" has both.
 MEMORY ?= unified discrete

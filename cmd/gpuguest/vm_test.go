@@ -27,7 +27,7 @@ import (
 )
 
 const (
-	vmPatience = 90 * time.Second
+	vmPatience = 5 * time.Minute
 	oclgrind   = "/usr/lib/oclgrind/liboclgrind-rt-icd.so"
 )
 

@@ -102,9 +102,11 @@ func (k *Keeper) relay(ctx context.Context, m vm.VM) {
 				}
 			}
 		}
-		if err != nil && ctx.Err() == nil && err.Error() != said { // not at each attempt
-			said = err.Error()
-			k.Log.Info("carriers of a VM cannot connect through this host for now", "machine", m.Name, "err", err)
+		if err != nil && ctx.Err() == nil {
+			if text := err.Error(); text != said { // not at each attempt
+				said = text
+				k.Log.Info("carriers of a VM cannot connect through this host for now", "machine", m.Name, "err", err)
+			}
 		}
 		if wait.For(ctx, retry) != nil {
 			return

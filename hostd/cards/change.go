@@ -1,6 +1,7 @@
 package cards
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -425,11 +426,16 @@ func (k *Keeper) obtainFor(ctx context.Context, a *cardAssignment, gpus []string
 	}()
 	k.Cluster.Settle(ctx)
 	res, err := k.Cluster.Claim(ctx, c)
+	if err == nil && len(res.GetAssignments()) == 0 && whyNot(res.GetRejected(), k.Cluster.HostName(), gpus) == "" {
+		k.Cluster.Known(ctx, gpus) // hostd was just started, and has not reported them yet
+		res, err = k.Cluster.Claim(ctx, c)
+	}
 	if err != nil {
 		return "", fmt.Errorf("vm %s: %w", a.Name, err)
 	}
 	if len(res.GetAssignments()) == 0 {
-		return "", fmt.Errorf("vm %s: %w: %s", a.Name, ErrRefused, whyNot(res.GetRejected(), k.Cluster.HostName(), gpus))
+		why := cmp.Or(whyNot(res.GetRejected(), k.Cluster.HostName(), gpus), "the cluster does not know "+strings.Join(gpus, ", ")+" yet")
+		return "", fmt.Errorf("vm %s: %w: %s", a.Name, ErrRefused, why)
 	}
 	id := res.GetAssignments()[0].GetGpu()
 	return strings.TrimPrefix(id, k.Cluster.HostName()+"/"), nil
@@ -444,7 +450,7 @@ func (k *Keeper) dropClaim(claim string) {
 	k.Cluster.Kick()
 }
 
-// whyNot returns the cluster's reasons in one line.
+// whyNot returns the cluster's reasons in one line; empty: it does not know the GPUs.
 func whyNot(rejected []*clusterv1.Rejection, host string, gpus []string) string {
 	var out []string
 	for _, r := range rejected {
@@ -460,9 +466,6 @@ func whyNot(rejected []*clusterv1.Rejection, host string, gpus []string) string 
 				out = append(out, g+": "+why.GetMessage())
 			}
 		}
-	}
-	if len(out) == 0 {
-		return "the cluster does not know " + strings.Join(gpus, ", ") + " yet"
 	}
 	return strings.Join(out, "; ")
 }

@@ -108,6 +108,8 @@ type Cluster interface {
 	HostName() string
 	Claim(ctx context.Context, c *clusterv1.Claim) (*clusterv1.CreateClaimResponse, error)
 	Settle(ctx context.Context)
+	// Known waits until the cluster knows GPUs of this host, for a while.
+	Known(ctx context.Context, gpus []string)
 	Kick()
 }
 

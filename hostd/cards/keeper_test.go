@@ -67,6 +67,15 @@ func TestLife(t *testing.T) {
 	}
 }
 
+// A hostd that was just started has not reported its cards yet: an attach waits for that.
+func TestAttachWaitsUntilTheClusterKnowsTheCard(t *testing.T) {
+	w := newWorld(t)
+	w.unreported = true
+	if err := w.attach("one", "nvidia-0", false); err != nil || w.unreported {
+		t.Errorf("%v", err)
+	}
+}
+
 func TestPlanChangesNothing(t *testing.T) {
 	w := newWorld(t)
 	w.machines[uuid2].Type = "pv"

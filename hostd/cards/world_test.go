@@ -34,6 +34,7 @@ type world struct {
 	dir string
 
 	mu             sync.Mutex
+	unreported     bool                   // the cluster does not know the GPUs yet
 	driver         map[pci.Address]string // bound
 	native         map[pci.Address]string
 	owner          map[pci.Address]string           // VM's UUID
@@ -525,6 +526,12 @@ func (c cluster) HostName() string       { return "h" }
 func (c cluster) Settle(context.Context) { c.sweep() }
 func (c cluster) Kick()                  {}
 
+func (c cluster) Known(context.Context, []string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.unreported = false
+}
+
 // sweep is the node's part: claims go that no assignment uses.
 func (c cluster) sweep() {
 	c.mu.Lock()
@@ -551,6 +558,9 @@ func (c cluster) Claim(_ context.Context, claim *clusterv1.Claim) (*clusterv1.Cr
 	err := c.call(func() error {
 		if c.noQuorum {
 			return errors.New("the cluster has no leader now")
+		}
+		if c.unreported {
+			return nil
 		}
 		for _, gpu := range []string{"nvidia-0", card1[0].String(), slicedGPU} {
 			if !strings.Contains(claim.GetExpr(), fmt.Sprintf("%q", gpu)) {

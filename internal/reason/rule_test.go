@@ -38,6 +38,7 @@ var allowedText = map[string]string{
 	"guest/session: join":          logged,
 	"hostd/mediated: Run":          logged,
 	"hostd/borrow: serve":          logged,
+	"hostd/borrow: relay":          logged,
 	"guest/vm/channel: Serve":      logged,
 }
 

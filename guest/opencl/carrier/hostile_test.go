@@ -53,7 +53,7 @@ func newCarrier(t testing.TB) *carrier {
 	}
 	c.changed = sync.NewCond(&c.mu)
 	c.ctx, c.cancel = context.WithCancelCause(context.Background())
-	c.dialer.Hello = remote.Hello{Carrier: link.ID{1}, ArenaSize: arenaSize, ArenaSplit: arenaSplit, Part: 1, Generation: 1}
+	c.dialer = &remote.Dialer{Hello: remote.Hello{Carrier: link.ID{1}, ArenaSize: arenaSize, ArenaSplit: arenaSplit, Part: 1, Generation: 1}}
 	c.streams()
 	c.outbox.init()
 	c.gate.init()

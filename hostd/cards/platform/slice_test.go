@@ -223,9 +223,10 @@ func (r *rig) Listed(_ context.Context, _ string, f pci.Address) (bool, error) {
 func (r *rig) Store(context.Context, string, []pci.Address) error   { return nil }
 func (r *rig) Unstore(context.Context, string, []pci.Address) error { return nil }
 
-func (r *rig) HostName() string       { return "h" }
-func (r *rig) Settle(context.Context) {}
-func (r *rig) Kick()                  {}
+func (r *rig) HostName() string                { return "h" }
+func (r *rig) Settle(context.Context)          {}
+func (r *rig) Known(context.Context, []string) {}
+func (r *rig) Kick()                           {}
 
 func (r *rig) Claim(_ context.Context, c *clusterv1.Claim) (*clusterv1.CreateClaimResponse, error) {
 	if err := r.step("claim"); err != nil {
