@@ -83,7 +83,7 @@ type Keeper struct {
 	served map[string]*served // by UUID
 	held   map[string]bool    // VMs, by UUID, whose GPU is being detached
 
-	relayed map[string]*relayed // by UUID
+	relayed map[string]context.CancelFunc // by UUID, ends to make connections for the VM's carriers
 }
 
 // served is a VM that is told of its GPU.
@@ -113,7 +113,7 @@ func New(c Config) *Keeper {
 	if c.Tell == 0 {
 		c.Tell = tellFor
 	}
-	return &Keeper{Config: c, wake: make(chan struct{}, 1), served: map[string]*served{}, held: map[string]bool{}, relayed: map[string]*relayed{}}
+	return &Keeper{Config: c, wake: make(chan struct{}, 1), served: map[string]*served{}, held: map[string]bool{}, relayed: map[string]context.CancelFunc{}}
 }
 
 // lentOf returns what a claim in the log lends to a VM. ok is false if it is no lasting
@@ -199,7 +199,10 @@ func (k *Keeper) look(ctx context.Context, v *state.View) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	for uuid, s := range k.served {
-		if l, ok := want[uuid]; !ok || !l.same(s.lent) || k.held[uuid] {
+		if k.held[uuid] {
+			continue // the detach ends it, and waits for that
+		}
+		if l, ok := want[uuid]; !ok || !l.same(s.lent) {
 			s.stop()
 			delete(k.served, uuid)
 		}

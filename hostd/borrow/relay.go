@@ -13,12 +13,6 @@ import (
 	"github.com/gpuctl/gpuctl/migrate"
 )
 
-// relayed is a VM whose carriers may connect through this host.
-type relayed struct {
-	vm   vm.VM
-	stop context.CancelFunc
-}
-
 // borrowers returns the VMs that have GPUs of hosts, lastingly or while they move, each with
 // the addresses at which carriers reach these.
 func borrowers(v *state.View) map[string]*borrower {
@@ -67,9 +61,9 @@ func (k *Keeper) lookRelays(ctx context.Context, v *state.View) {
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	for uuid, r := range k.relayed {
+	for uuid, stop := range k.relayed {
 		if want[uuid] == nil {
-			r.stop()
+			stop()
 			delete(k.relayed, uuid)
 		}
 	}
@@ -78,7 +72,7 @@ func (k *Keeper) lookRelays(ctx context.Context, v *state.View) {
 			continue
 		}
 		serving, stop := context.WithCancel(ctx)
-		k.relayed[uuid] = &relayed{vm: b.vm, stop: stop}
+		k.relayed[uuid] = stop
 		k.work.Go(func() { k.relay(serving, b.vm) })
 	}
 }

@@ -14,9 +14,8 @@ import (
 	"sync"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/gpuctl/gpuctl/internal/random"
+	"github.com/gpuctl/gpuctl/internal/unixrpc"
 )
 
 // Guest is the VM's end. It is safe for concurrent use.
@@ -74,12 +73,12 @@ func (g *Guest) Serve(ctx context.Context, l *net.UnixListener) error {
 // program waits until the host has made a program's connection. An error is for the program,
 // whose connection is still the caller's then.
 func (g *Guest) program(conn *net.UnixConn) error {
-	uid, err := userOf(conn)
+	peer, err := unixrpc.Credentials(conn)
 	if err != nil {
 		return err
 	}
-	if !g.May(uid) {
-		return fmt.Errorf("user %d may not connect through the host", uid)
+	if !g.May(peer.UID) {
+		return fmt.Errorf("user %d may not connect through the host", peer.UID)
 	}
 	_ = conn.SetDeadline(time.Now().Add(headFor))
 	w := &waiting{conn: conn, answer: make(chan error, 1)}
@@ -102,18 +101,6 @@ func (g *Guest) program(conn *net.UnixConn) error {
 		return <-w.answer
 	}
 	return fmt.Errorf("the host has not connected to %s within %v", w.Address, waitFor)
-}
-
-func userOf(conn *net.UnixConn) (uint32, error) {
-	raw, err := conn.SyscallConn()
-	if err != nil {
-		return 0, err
-	}
-	var cred *unix.Ucred
-	if cerr := raw.Control(func(fd uintptr) { cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) }); cerr != nil || err != nil {
-		return 0, errors.Join(cerr, err)
-	}
-	return cred.Uid, nil
 }
 
 func (g *Guest) changed() {

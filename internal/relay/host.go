@@ -10,6 +10,8 @@ import (
 	"net/http"
 	"sync"
 	"time"
+
+	"github.com/gpuctl/gpuctl/internal/wait"
 )
 
 const (
@@ -87,10 +89,7 @@ func (h *Host) serve(ctx context.Context, w Wish) {
 	}
 	if err := h.connect(ctx, w, prove); err != nil {
 		h.Log.Warn("a connection of a VM is not made", "address", fmt.Sprintf("%.80s", w.Address), "err", err)
-		select { // a VM cannot ask without end
-		case <-ctx.Done():
-		case <-time.After(refusedFor):
-		}
+		_ = wait.For(ctx, refusedFor) // a VM cannot ask without end
 	}
 	prove()
 	h.mu.Lock()

@@ -2,6 +2,7 @@ package relay
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -120,9 +121,10 @@ func Dial(ctx context.Context, socket, address string, bulk bool, first []byte) 
 		return nil, fmt.Errorf("relay of the VM: %w", err)
 	}
 	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
-	answer := ""
-	if _, err = conn.Write(w.head()); err == nil {
-		answer, err = readLine(conn, len("no ")+maxText)
+	_, werr := conn.Write(w.head()) // fails if it is refused before it is read: the answer says why
+	answer, err := readLine(conn, len("no ")+maxText)
+	if err != nil {
+		err = cmp.Or(werr, err)
 	}
 	if !stop() && err == nil {
 		err = ctx.Err()

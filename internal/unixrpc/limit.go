@@ -42,7 +42,7 @@ func (l *limited) Accept() (net.Conn, error) {
 		if err != nil {
 			return nil, err
 		}
-		peer, err := credentials(c)
+		peer, err := Credentials(c)
 		if err == nil && l.take(peer.UID) {
 			return l.count(c, peer.UID), nil
 		}

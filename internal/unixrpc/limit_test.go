@@ -126,7 +126,7 @@ func TestConnectionsAreCountedUntilTheyAreClosed(t *testing.T) {
 	}
 	dial()
 	first := <-accepted
-	if peer, err := credentials(first); err != nil || peer.UID != self || peer.PID != int32(os.Getpid()) {
+	if peer, err := Credentials(first); err != nil || peer.UID != self || peer.PID != int32(os.Getpid()) {
 		t.Errorf("%+v, %v", peer, err)
 	}
 	second := dial()

@@ -39,7 +39,7 @@ func dial(ctx context.Context, socket string, self uint32) (net.Conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	peer, err := credentials(c)
+	peer, err := Credentials(c)
 	if err == nil && peer.UID != 0 && peer.UID != self {
 		err = fmt.Errorf("%w: uid %d, not %d or root; nothing was sent to it", ErrForeign, peer.UID, self)
 	}
@@ -78,7 +78,7 @@ func Server(handler http.Handler, onConnect func(Peer)) *http.Server {
 		IdleTimeout:       2 * time.Minute,
 		MaxHeaderBytes:    64 << 10,
 		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
-			peer, err := credentials(c)
+			peer, err := Credentials(c)
 			if err != nil {
 				return ctx
 			}
@@ -90,7 +90,8 @@ func Server(handler http.Handler, onConnect func(Peer)) *http.Server {
 	}
 }
 
-func credentials(c net.Conn) (Peer, error) {
+// Credentials returns the process at the other end of a connection over a Unix socket.
+func Credentials(c net.Conn) (Peer, error) {
 	conn, ok := c.(syscall.Conn)
 	if !ok {
 		return Peer{}, net.ErrClosed
@@ -119,5 +120,5 @@ func PeerOf(socket string) (Peer, error) {
 		return Peer{}, fmt.Errorf("socket %s: %w", socket, err)
 	}
 	defer c.Close()
-	return credentials(c)
+	return Credentials(c)
 }
