@@ -71,7 +71,7 @@ func (k *Keeper) lookRelays(ctx context.Context, v *state.View) {
 		if k.relayed[uuid] != nil {
 			continue
 		}
-		serving, stop := context.WithCancel(ctx)
+		serving, stop := context.WithCancel(ctx) //nolint:gosec // above, when the VM has left; ctx ends it otherwise
 		k.relayed[uuid] = stop
 		k.work.Go(func() { k.relay(serving, b.vm) })
 	}
