@@ -363,8 +363,10 @@ func (k *Keeper) told(ctx context.Context, l lent) error {
 		s := k.served[l.vm.UUID]
 		k.mu.Unlock()
 		var ready <-chan struct{}
-		if s != nil && s.lent.GPU == l.GPU {
-			ready = s.ready
+		if v := k.Node.View(); s != nil && v != nil { // it may still be told of a claim that is over
+			if now, ok := lentOf(v, v.Claim(l.Claim)); ok && now.GPU == l.GPU && now.same(s.lent) {
+				ready = s.ready
+			}
 		}
 		select {
 		case <-ready:

@@ -165,7 +165,6 @@ func (k *Keeper) hold(uuid string) (release func()) {
 func (k *Keeper) withdraw(uuid string) {
 	k.mu.Lock()
 	s := k.served[uuid]
-	delete(k.served, uuid)
 	k.mu.Unlock()
 	if s != nil {
 		s.stop()

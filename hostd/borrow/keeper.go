@@ -80,7 +80,7 @@ type Keeper struct {
 	busy busy.Set // VMs, by UUID, of which something is being changed
 
 	mu     sync.Mutex
-	served map[string]*served // by UUID
+	served map[string]*served // by UUID, until nobody tells it any more
 	held   map[string]bool    // VMs, by UUID, whose GPU is being detached
 
 	relayed map[string]context.CancelFunc // by UUID, ends to make connections for the VM's carriers
@@ -200,11 +200,10 @@ func (k *Keeper) look(ctx context.Context, v *state.View) {
 	defer k.mu.Unlock()
 	for uuid, s := range k.served {
 		if k.held[uuid] {
-			continue // the detach ends it, and waits for that
+			continue // the detach ends it
 		}
 		if l, ok := want[uuid]; !ok || !l.same(s.lent) {
 			s.stop()
-			delete(k.served, uuid)
 		}
 	}
 	for uuid, l := range want {
@@ -220,6 +219,10 @@ func (k *Keeper) look(ctx context.Context, v *state.View) {
 			if p, err := k.Site.Where(ctx, uuid); err == nil && (p == migrate.Absent || p == migrate.Stopped) {
 				k.Site.Left(uuid)
 			}
+			k.mu.Lock()
+			delete(k.served, uuid)
+			k.mu.Unlock()
+			k.Kick() // a new claim may wait for that
 		})
 	}
 }
