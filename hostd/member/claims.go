@@ -129,7 +129,8 @@ func (n *Node) Claim(ctx context.Context, c *clusterv1.Claim) (*clusterv1.Create
 	return res, clusterapi.Uncoded(err)
 }
 
-// Place finds where a claim of this host can go, best first.
+// Place finds where a claim of this host can go, best first. What the claim has given back
+// just now, it may get again: hosts are given some time to confirm that it is free.
 func (n *Node) Place(ctx context.Context, r placement.Request) (placement.Decision, error) {
 	caller := ctx // the decision's explanation is made later, with the caller's context
 	ctx, cancel := context.WithTimeout(ctx, attempt)
@@ -142,6 +143,9 @@ func (n *Node) Place(ctx context.Context, r placement.Request) (placement.Decisi
 	if err != nil {
 		return placement.Decision{}, err
 	}
+	if r.Verb != placement.New {
+		v = awaitFreed(ctx, m, v, r.Claim.GetId(), nil)
+	}
 	r.Claim, r.Host, r.Context = m.own(r.Claim), m.Host, caller
 	for i, g := range r.From {
 		r.From[i] = m.id(g)
@@ -149,8 +153,42 @@ func (n *Node) Place(ctx context.Context, r placement.Request) (placement.Decisi
 	return m.scheduler.Place(v, r), nil
 }
 
+// awaitFreed returns v, or a newer view in which no host has still to confirm that a GPU is
+// free that the claim has given back; freedFor at most. Hosts that are down confirm nothing.
+// ids are the GPUs that count; nil: all.
+func awaitFreed(ctx context.Context, m *membership, v *state.View, claim string, ids map[string]bool) *state.View {
+	ctx, cancel := context.WithTimeout(ctx, freedFor)
+	defer cancel()
+	for leaves(v, claim, ids) && ctx.Err() == nil {
+		select {
+		case <-v.Changed(clusterv1.Kind_KIND_ASSIGNMENT, clusterv1.Kind_KIND_HOST):
+		case <-ctx.Done():
+		}
+		v = m.store.State().View()
+	}
+	return v
+}
+
+// leaves reports whether a host that is up has to confirm that the claim's GPU is free.
+func leaves(v *state.View, claim string, ids map[string]bool) bool {
+	if v.Claim(claim).GetState() == clusterv1.ClaimState_CLAIM_STATE_RELEASING {
+		return false // it gets nothing any more
+	}
+	for as := range v.AssignmentsOfClaim(claim) {
+		h := v.Host(as.GetHost())
+		if as.GetResidence() == releasing && (ids == nil || ids[as.GetGpu()]) && h != nil && !h.GetDown() {
+			return true
+		}
+	}
+	return false
+}
+
+// freedFor is the most time that a lease takes to end, and its host to say so.
+const freedFor = 5 * time.Second
+
 // Acquire gives a claim GPUs in addition to those that it has. If the cluster does not
-// know the claim, it makes it. The error wraps ErrTaken if other claims have the GPUs.
+// know the claim, it makes it. The error wraps ErrTaken if other claims have the GPUs, or
+// this one has not quite left them.
 func (n *Node) Acquire(ctx context.Context, c *clusterv1.Claim, gpus []string, amount uint64) error {
 	ctx, cancel := context.WithTimeout(ctx, attempt)
 	defer cancel()
@@ -158,18 +196,55 @@ func (n *Node) Acquire(ctx context.Context, c *clusterv1.Claim, gpus []string, a
 	if err != nil {
 		return err
 	}
-	c = m.own(c)
+	ids := m.ids(gpus)
+	for deadline := time.Now().Add(freedFor); ; {
+		// What was going to be said before the caller's claim used the GPUs has been said then.
+		end, err := n.settle(ctx)
+		if err != nil {
+			return err
+		}
+		v, err := m.store.Read(ctx, false)
+		if err == nil && !leaves(v, c.GetId(), ids) {
+			err = n.acquire(ctx, m, v, c, gpus, amount)
+			end()
+			return err
+		}
+		end()
+		if err == nil && time.Now().After(deadline) {
+			err = fmt.Errorf("gpu %s: %w: its host has not confirmed that claim %s has left it", strings.Join(gpus, ","), ErrTaken, c.GetId())
+		}
+		if err != nil {
+			return err
+		}
+		awaitFreed(ctx, m, v, c.GetId(), ids)
+	}
+}
+
+// settle keeps this host from telling the log what its claims do not use, until end is called.
+func (n *Node) settle(ctx context.Context) (end func(), err error) {
+	select {
+	case n.settling <- struct{}{}:
+		return func() { <-n.settling }, nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+func (m *membership) ids(gpus []string) map[string]bool {
 	ids := map[string]bool{}
 	for _, g := range gpus {
 		ids[m.id(g)] = true
 	}
+	return ids
+}
+
+// acquire is Acquire, of what the view says that the claim does not have.
+func (n *Node) acquire(ctx context.Context, m *membership, v *state.View, c *clusterv1.Claim, gpus []string, amount uint64) error {
+	c = m.own(c)
+	ids := m.ids(gpus)
 	kind := clusterv1.VGPUKind_VGPU_KIND_WHOLE
 	if amount > 0 {
 		kind = clusterv1.VGPUKind_VGPU_KIND_SHARE
-	}
-	v, err := m.store.Read(ctx, false)
-	if err != nil {
-		return err
 	}
 	known := v.Claim(c.GetId()) != nil
 	for as := range v.AssignmentsOfClaim(c.GetId()) {
@@ -191,7 +266,7 @@ func (n *Node) Acquire(ctx context.Context, c *clusterv1.Claim, gpus []string, a
 		c.Count = uint32(len(choices))
 		cmd.Op = &clusterv1.Command_PutClaim{PutClaim: &clusterv1.PutClaim{Claim: c, Choices: choices}}
 	}
-	_, err = m.propose(ctx, cmd)
+	_, err := m.propose(ctx, cmd)
 	var answer *scheduler.Error
 	if errors.As(err, &answer) && answer.Result.GetOutcome() == clusterv1.Outcome_OUTCOME_NO_CAPACITY {
 		return fmt.Errorf("gpu %s: %w: %s", strings.Join(gpus, ","), ErrTaken, answer.Result.GetMessage())

@@ -64,6 +64,60 @@ func TestForeignClaim(t *testing.T) {
 	})
 }
 
+// A session that leaves a GPU of another host and goes back at once gets it again: the host's
+// word that it is free is waited for, and a host that never says so has the GPU taken.
+func TestAClaimGetsAgainWhatItHasJustGivenBack(t *testing.T) {
+	t.Parallel()
+	ctx := testkit.Context(t)
+	ms := cluster(ctx, t, "a", "b")
+	a, b := ms[0], ms[1]
+	claim := &clusterv1.Claim{Id: "s", Remote: clusterv1.Remote_REMOTE_ALLOWED}
+	assigned := func() (out *clusterv1.Assignment) {
+		for as := range ms[0].view(ctx).AssignmentsOfClaim("s") {
+			if as.GetGpu() == "b/g0" {
+				out = as
+			}
+		}
+		return out
+	}
+	a.host.do(func() { a.host.claims["s"], a.host.uses["s"] = true, []string{"a/g0", "g0", "b/g0"} })
+	if err := a.Acquire(ctx, claim, []string{"g0"}, 0); err != nil {
+		t.Fatal(err)
+	}
+	for round, confirms := range []bool{true, true, false} {
+		a.host.do(func() { a.host.uses["s"] = []string{"a/g0", "g0", "b/g0"} })
+		if err := a.Acquire(ctx, claim, []string{"b/g0"}, 0); err != nil {
+			t.Fatalf("round %d: %v", round, err)
+		}
+		first := assigned()
+		b.host.do(func() { b.host.uses["s"] = []string{"g0"} }) // a lease
+		a.host.do(func() { a.host.uses["s"] = []string{"a/g0", "g0"} })
+		a.Kick()
+		testkit.Until(t, "it is given back", func() error {
+			return testkit.Want(assigned().GetResidence() == releasing, assigned())
+		})
+		a.host.do(func() { a.host.uses["s"] = []string{"a/g0", "g0", "b/g0"} })
+		if confirms {
+			time.AfterFunc(300*time.Millisecond, func() {
+				b.host.do(func() { b.host.uses["s"] = nil })
+				b.Kick()
+			})
+		}
+		err := a.Acquire(ctx, claim, []string{"b/g0"}, 0)
+		switch second := assigned(); {
+		case !confirms && !errors.Is(err, ErrTaken):
+			t.Errorf("the lease has not ended: %v, %v", err, second)
+		case confirms && (err != nil || second.GetToken() <= first.GetToken() || second.GetResidence() == releasing):
+			t.Errorf("round %d: %v: %v, it was %v", round, err, second, first)
+		}
+		a.host.do(func() { a.host.uses["s"] = []string{"a/g0", "g0"} })
+		a.Kick()
+		if confirms {
+			testkit.Until(t, "it is gone", func() error { return testkit.Want(assigned() == nil, assigned()) })
+		}
+	}
+}
+
 // TestOwnClaims are claims of a host's sessions: bound through the cluster,
 // moved, released when the host forgets them, and told again when the cluster
 // has lost them.

@@ -92,6 +92,8 @@ type Node struct {
 	http   *http.Client
 	mux    *http.ServeMux
 	kick   chan struct{}
+	// settling is full while this host compares the log with what its claims use.
+	settling chan struct{}
 	// records and events are kept here while there is no leader.
 	records chan *clusterv1.Migration
 	notes   chan *clusterv1.Event
@@ -128,7 +130,7 @@ const (
 // before Start: they answer as on a host that has not joined. Close frees it. The node uses
 // the values of ctx, but goes on after the end of ctx.
 func New(ctx context.Context, c Config) *Node {
-	n := &Node{Config: c, kick: make(chan struct{}, 1), records: make(chan *clusterv1.Migration, maxRecords), notes: make(chan *clusterv1.Event, maxRecords)}
+	n := &Node{Config: c, kick: make(chan struct{}, 1), settling: make(chan struct{}, 1), records: make(chan *clusterv1.Migration, maxRecords), notes: make(chan *clusterv1.Event, maxRecords)}
 	n.ctx, n.cancel = context.WithCancel(context.WithoutCancel(ctx))
 	trust := n.trust()
 	trust.Revoked = n.revoked

@@ -178,6 +178,11 @@ func (n *Node) reconcile(ctx context.Context, m *membership) {
 }
 
 func (n *Node) reconcileOnce(ctx context.Context, m *membership, v *state.View) error {
+	end, err := n.settle(ctx)
+	if err != nil {
+		return err
+	}
+	defer end()
 	var words []*clusterv1.Confirmation
 	over := map[string]bool{}
 	for as := range v.AssignmentsOfHost(m.Host) {
@@ -219,7 +224,7 @@ func (n *Node) reconcileOnce(ctx context.Context, m *membership, v *state.View) 
 		if n.assigned(m, v, held) {
 			continue
 		}
-		if err := n.Acquire(ctx, held.Claim, held.GPUs, held.Amount); err != nil {
+		if err := n.hold(ctx, m, held); err != nil {
 			n.Logger.Error("a claim uses a gpu that the cluster has not given to it", "claim", held.Claim.GetId(), "gpu", strings.Join(held.GPUs, ","), "err", err)
 		}
 	}
@@ -232,6 +237,18 @@ func (n *Node) reconcileOnce(ctx context.Context, m *membership, v *state.View) 
 		}
 	}
 	return n.tellSessions(ctx, m, v)
+}
+
+// hold tells the log of a holding. What is being released there is still in use, and has an
+// assignment.
+func (n *Node) hold(ctx context.Context, m *membership, held Holding) error {
+	ctx, cancel := context.WithTimeout(ctx, attempt)
+	defer cancel()
+	v, err := m.store.Read(ctx, false)
+	if err != nil {
+		return err
+	}
+	return n.acquire(ctx, m, v, held.Claim, held.GPUs, held.Amount)
 }
 
 func (n *Node) assigned(m *membership, v *state.View, held Holding) bool {

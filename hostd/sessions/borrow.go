@@ -250,6 +250,9 @@ func (h *Host) watchLeases(ctx context.Context) {
 		select {
 		case <-ctx.Done():
 			return
+		case <-h.unnamed:
+			h.giveBack(ctx)
+			continue
 		case <-tick.C:
 		}
 		h.checkLent(ctx)

@@ -112,6 +112,7 @@ type Host struct {
 
 	borrowed map[string]*borrowed // leases from other hosts
 	asking   map[string]bool      // of these, those that nothing names yet
+	unnamed  chan struct{}        // gets something when an operation has ended, which may have named a lease
 	lent     map[string]*lent     // leases for other hosts
 	lending  map[string]int       // calls of Lend in progress, by claim
 	serving  map[string]bool      // GPUs of service VMs that are in the ledger
@@ -139,7 +140,7 @@ func NewHost(ctx context.Context, c HostConfig) (*Host, error) {
 		HostConfig: c, proc: proc, discovered: make(chan struct{}), ready: make(chan struct{}), ctx: ctx,
 		ledger: ledger.New(), claims: map[string]*claim{}, claiming: map[string]bool{}, sessions: map[string]*session{}, over: map[string]time.Time{},
 		ops: map[string]*operation{}, last: map[string]*gpuctlv1.SwapResult{},
-		borrowed: map[string]*borrowed{}, asking: map[string]bool{}, lent: map[string]*lent{}, lending: map[string]int{},
+		borrowed: map[string]*borrowed{}, asking: map[string]bool{}, unnamed: make(chan struct{}, 1), lent: map[string]*lent{}, lending: map[string]int{},
 		serving: map[string]bool{}, clean: map[string]bool{}, abroad: map[string]bool{}, homing: map[string]int{}, vacant: map[string]bool{},
 	}, nil
 }

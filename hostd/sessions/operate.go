@@ -90,6 +90,10 @@ func (h *Host) end(op *operation, c *claim) {
 		op.unmade(c)
 	}
 	h.settle(c)
+	select {
+	case h.unnamed <- struct{}{}:
+	default:
+	}
 }
 
 // reserve reserves a target for the operation: first in the cluster, then in the ledger.
