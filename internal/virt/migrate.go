@@ -238,13 +238,18 @@ func (c *Client) follow(ctx context.Context, d Domain, m Migration) {
 
 // CancelArrival ends a domain whose source failed while the domain arrived here. libxl's
 // driver keeps such a domain paused and waits for the source's last message for ever.
-// Meanwhile it refuses all other calls, including destroy. This call is that message
-// (virDomainMigrateFinish3Params, cancelled). If the domain is not paused, the error
-// wraps ErrState: it runs, and must not be ended in this way.
+// Meanwhile it refuses all other calls, including destroy. If the source has not even
+// connected, the domain is shut off, and the driver waits at a port. This call is that message
+// (virDomainMigrateFinish3Params, cancelled). If the domain runs, or has a stored definition
+// and is shut off, the error wraps ErrState: it must not be ended in this way.
 func (c *Client) CancelArrival(ctx context.Context, d Domain) error {
 	o := c.change("cancel the arrival of", d.Name)
 	state, err := c.State(ctx, d)
-	if err == nil && state != Paused {
+	stored := false
+	if err == nil && !state.Active() {
+		stored, err = c.Persistent(ctx, d)
+	}
+	if err == nil && (stored || state.Active() && state != Paused) {
 		err = o.failed(fmt.Errorf("%w: it is %s", ErrState, state))
 	}
 	if err != nil {
@@ -257,7 +262,7 @@ func (c *Client) CancelArrival(ctx context.Context, d Domain) error {
 	})
 	// libvirt returns an error if there is no domain to return, which is what is
 	// expected.
-	if state, look := c.State(ctx, d); errors.Is(look, ErrNotFound) || look == nil && !state.Active() {
+	if now, look := c.State(ctx, d); errors.Is(look, ErrNotFound) || look == nil && state.Active() && !now.Active() {
 		return nil
 	}
 	return err

@@ -15,7 +15,7 @@ var ErrTwice = errors.New("it runs on two hosts")
 
 // Clear removes the copy of a VM that a migration has left on this host, if the VM
 // belongs to the host home: a copy that is paused and has never run, because the source
-// failed before the end of the migration. Unless home reports that the VM runs there and
+// failed before the end of the migration, or one that has not even begun to arrive. Unless home reports that the VM runs there and
 // is not migrating, nothing is changed: the copy might be the only one.
 //
 // If the copy runs while the VM runs at home, the copy is paused, which can be undone.
@@ -28,6 +28,9 @@ func (l *Local) Clear(ctx context.Context, uuid, home string) (cleared bool, err
 	if err == nil && here != migrate.Moving && here != migrate.Kept {
 		// A copy that runs now, or ran before, is not an arrival, even if it is paused.
 		err = l.Fence.Halt(uuid, here == migrate.Running)
+	}
+	if err == nil && here == migrate.Stopped && l.Client.Driver() == virt.Xen && l.transient(ctx, uuid) {
+		here = migrate.Moving
 	}
 	if err != nil || here != migrate.Running && here != migrate.Moving {
 		return false, err
@@ -56,4 +59,15 @@ func (l *Local) Clear(ctx context.Context, uuid, home string) (cleared bool, err
 	}
 	l.Log.Warn("a migration that lost its source has left a copy of a VM: it is ended", "machine", d.Name, "home", home)
 	return true, l.Client.CancelArrival(ctx, d)
+}
+
+// transient reports whether a domain has no stored definition. If it is shut off, then, it was
+// prepared for a migration: libvirt knows no other.
+func (l *Local) transient(ctx context.Context, uuid string) bool {
+	d, err := l.domain(ctx, uuid)
+	if err != nil {
+		return false
+	}
+	stored, err := l.Client.Persistent(ctx, d)
+	return err == nil && !stored
 }

@@ -13,6 +13,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/internal/virt"
+	"github.com/gpuctl/gpuctl/internal/virt/virttest"
 )
 
 const lost = "0c9f1f5e-3a55-4c3d-8d2c-7c6a8f1a2b3c"
@@ -32,27 +33,29 @@ func (e elsewhere) Where(context.Context, *connect.Request[gpuctlv1.SiteMachine]
 func TestClear(t *testing.T) {
 	for name, c := range map[string]struct {
 		driver  string
-		arrived bool
+		here    func(*virttest.Server, string) // what is here; nil: it runs
 		home    elsewhere
 		cleared bool
 		twice   bool
 	}{
-		"it is a copy":          {"xen", true, elsewhere{presence: "running"}, true, false},
-		"it comes from there":   {"xen", true, elsewhere{presence: "moving"}, false, false},
-		"it is the only one":    {"xen", true, elsewhere{presence: "absent"}, false, false},
-		"it ended there":        {"xen", true, elsewhere{presence: "stopped"}, false, false},
-		"home does not answer":  {"xen", true, elsewhere{err: connect.NewError(connect.CodeUnavailable, errors.New("no route"))}, false, false},
-		"it runs in both":       {"xen", false, elsewhere{presence: "running"}, false, true},
-		"it runs in both, qemu": {"qemu", false, elsewhere{presence: "running"}, false, true},
-		"qemu's end with their": {"qemu", true, elsewhere{presence: "running"}, false, false},
+		"it is a copy":          {"xen", (*virttest.Server).Arrive, elsewhere{presence: "running"}, true, false},
+		"it comes from there":   {"xen", (*virttest.Server).Arrive, elsewhere{presence: "moving"}, false, false},
+		"it is the only one":    {"xen", (*virttest.Server).Arrive, elsewhere{presence: "absent"}, false, false},
+		"it ended there":        {"xen", (*virttest.Server).Arrive, elsewhere{presence: "stopped"}, false, false},
+		"home does not answer":  {"xen", (*virttest.Server).Arrive, elsewhere{err: connect.NewError(connect.CodeUnavailable, errors.New("no route"))}, false, false},
+		"it runs in both":       {"xen", nil, elsewhere{presence: "running"}, false, true},
+		"it runs in both, qemu": {"qemu", nil, elsewhere{presence: "running"}, false, true},
+		"it never connected":    {"xen", (*virttest.Server).Prepare, elsewhere{presence: "running"}, true, false},
+		"it may connect":        {"xen", (*virttest.Server).Prepare, elsewhere{presence: "moving"}, false, false},
+		"qemu's end with their": {"qemu", (*virttest.Server).Arrive, elsewhere{presence: "running"}, false, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 			defer cancel()
 			s, v := libvirtd(t, c.driver)
 			d := run(t, v)
-			if c.arrived {
-				s.Arrive("web")
+			if c.here != nil {
+				c.here(s, "web")
 			}
 			path := filepath.Join(t.TempDir(), "tokens.json")
 			fence, err := OpenFence(path, func() string { return "c" })
@@ -85,6 +88,30 @@ func TestClear(t *testing.T) {
 				t.Errorf("it is gone: %v (%v)", gone, err)
 			}
 		})
+	}
+}
+
+// A VM that is defined here and shut off is nobody's copy.
+func TestADefinitionIsNotEnded(t *testing.T) {
+	_, v := libvirtd(t, "xen")
+	d := run(t, v)
+	if err := v.Destroy(t.Context(), d); err != nil {
+		t.Fatal(err)
+	}
+	fence, err := OpenFence(filepath.Join(t.TempDir(), "tokens.json"), func() string { return "c" })
+	if err != nil {
+		t.Fatal(err)
+	}
+	home := elsewhere{presence: "running"}
+	l := &Local{Fence: fence, Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return home, nil }}}
+	if cleared, err := l.Clear(t.Context(), lost, "h2"); cleared || err != nil {
+		t.Errorf("cleared: %v, %v", cleared, err)
+	}
+	if err := v.CancelArrival(t.Context(), d); !errors.Is(err, virt.ErrState) {
+		t.Errorf("its arrival ends: %v", err)
+	}
+	if _, err := v.LookupUUID(t.Context(), d.UUID); err != nil {
+		t.Errorf("it is gone: %v", err)
 	}
 }
 

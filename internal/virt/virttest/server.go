@@ -224,12 +224,18 @@ func (s *Server) Peer(uri string, to *Server) {
 
 // Arrive puts a domain into the state in which libxl's driver keeps a domain whose source
 // has failed during its migration to this host.
-func (s *Server) Arrive(name string) {
+func (s *Server) Arrive(name string) { s.arrive(name, paused) }
+
+// Prepare puts a domain into the state in which libxl's driver keeps a domain whose source
+// was to migrate it to this host, and has never connected.
+func (s *Server) Prepare(name string) { s.arrive(name, shutOff) }
+
+func (s *Server) arrive(name string, state uint32) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, d := range s.domains {
 		if d.name == name {
-			d.state, d.config, d.arrives = paused, "", true
+			d.state, d.config, d.arrives = state, "", true
 		}
 	}
 }
@@ -479,7 +485,7 @@ func (s *Server) call(conn net.Conn, req request) ([]byte, *refusal) {
 
 // onDomain executes a call about a domain.
 func (s *Server) onDomain(call string, d *domain, r *reader, w *writer) *refusal {
-	if d.arrives && !slices.Contains([]string{"dumpxml", "domstate", "domjobinfo"}, call) {
+	if d.arrives && !slices.Contains([]string{"dumpxml", "domstate", "domjobinfo", "is persistent"}, call) {
 		return refuse(68, "Timed out during operation: cannot acquire state change lock (held by monitor=remoteDispatchDomainMigratePrepare3Params)")
 	}
 	active := d.state != shutOff
