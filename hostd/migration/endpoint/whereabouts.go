@@ -64,7 +64,7 @@ func (w Whereabouts) Where(ctx context.Context, uuid string) (migrate.Presence, 
 	if inName, err := w.Client.PausedInName(ctx, d, state, why); err != nil {
 		return 0, err // it may be migrating
 	} else if inName {
-		w.Log.Warn("libvirt says that the VM is paused, but the migration has ended and Xen runs it; restart libvirtd, which then reads the state from Xen", "machine", d.Name)
+		w.Log.Debug("libvirt says that the VM is paused, but the migration has ended and Xen runs it; restart libvirtd, which then reads the state from Xen", "machine", d.Name)
 		return migrate.Running, nil
 	}
 	if state == virt.Paused { // a VM that migrates is paused on one of the two hosts
