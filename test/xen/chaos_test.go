@@ -272,6 +272,25 @@ func link(up bool) func(context.Context, *traveller) {
 	return func(ctx context.Context, v *traveller) { must(v.t, v.hosts[1].Link(ctx, up)) }
 }
 
+// unheard keeps a migration's source from connecting to the destination, which is prepared for
+// it, and cuts the network then.
+func unheard(ctx context.Context, v *traveller) {
+	h := v.other(v.at.host)
+	h.run(ctx, "ip rule add priority 1 ipproto tcp sport 49152-49215 blackhole") // libvirt's ports for migrations
+	testkit.Until(h.t, h.Name+": it waits for the VM", func() error {
+		out := h.run(ctx, "virsh -q list --all --name")
+		return testkit.Want(strings.Contains(out, "web"), out)
+	})
+	link(false)(ctx, v)
+}
+
+func heard(ctx context.Context, v *traveller) {
+	link(true)(ctx, v)
+	for _, h := range v.hosts { // the destination may have become the VM's host
+		h.run(ctx, "ip rule del priority 1 || true")
+	}
+}
+
 // power cuts the destination's, and gives it back with all that runs there.
 func power(on bool) func(context.Context, *traveller) {
 	return func(ctx context.Context, v *traveller) {
@@ -330,6 +349,7 @@ func TestMigrateFaults(t *testing.T) {
 		{"network cut for 20 s", there, "freeze", link(false), link(true), 20 * time.Second},
 		{"network cut for 20 s in the move", there, "move", link(false), link(true), 20 * time.Second},
 		{"network cut for longer than anybody waits", there, "move", link(false), link(true), 4 * time.Minute},
+		{"network cut before the source connects", there, "detach", unheard, heard, 4 * time.Minute},
 		{"destination without power", there, "prepare", power(false), power(true), time.Minute},
 		{"destination without power while they are frozen", there, "freeze", power(false), power(true), time.Minute},
 		{"destination without power while the card is let go", there, "release", power(false), power(true), time.Minute},
