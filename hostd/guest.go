@@ -139,7 +139,10 @@ func (g *Guest) Keep(ctx context.Context, restarted func(context.Context)) {
 func (g *Guest) Stop() error {
 	peer, err := unixrpc.PeerOf(g.Socket())
 	if err != nil {
-		return nil //nolint:nilerr // it is gone already
+		if !rundir.Answers(g.Socket()) {
+			return nil // it is gone already
+		}
+		return fmt.Errorf("gpuguest: %w", err)
 	}
 	process, err := os.FindProcess(int(peer.PID))
 	if err != nil {

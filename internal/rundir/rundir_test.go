@@ -2,10 +2,14 @@ package rundir
 
 import (
 	"errors"
+	"net"
 	"os"
 	"path/filepath"
 	"strconv"
 	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 func TestDefaultIsTheUsersOwn(t *testing.T) {
@@ -49,6 +53,35 @@ func TestListenReplacesADeadSocketAndSparesALiveOne(t *testing.T) {
 	}
 	if _, err := Listen(path); err == nil {
 		t.Error("a socket in use was taken over")
+	}
+}
+
+// A daemon that is too busy to take connections is no dead one, and its socket is not taken away.
+func TestDaemonThatIsBusyKeepsItsSocket(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "s")
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+	if err := errors.Join(unix.Bind(fd, &unix.SockaddrUnix{Name: path}), unix.Listen(fd, 1)); err != nil {
+		t.Fatal(err)
+	}
+	for range 3 { // more than wait there
+		conn, err := net.DialTimeout("unix", path, 50*time.Millisecond)
+		if err == nil {
+			defer conn.Close()
+		}
+	}
+	if !Answers(path) {
+		t.Error("it counts as dead")
+	}
+	if l, err := Listen(path); err == nil {
+		l.Close()
+		t.Error("its socket was taken")
+	}
+	if Answers(path + ".none") {
+		t.Error("nobody is there, and counts as a daemon")
 	}
 }
 

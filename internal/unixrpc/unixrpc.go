@@ -113,9 +113,12 @@ func Credentials(c net.Conn) (Peer, error) {
 	return Peer{cred.Pid, cred.Uid, cred.Gid}, nil
 }
 
+// peerTimeout is for a process that is busy, or a machine that is.
+const peerTimeout = 10 * time.Second
+
 // PeerOf returns the process that listens on a socket.
 func PeerOf(socket string) (Peer, error) {
-	c, err := net.DialTimeout("unix", socket, time.Second)
+	c, err := net.DialTimeout("unix", socket, peerTimeout)
 	if err != nil {
 		return Peer{}, fmt.Errorf("socket %s: %w", socket, err)
 	}
