@@ -44,9 +44,18 @@ type bench struct {
 }
 
 func (b *bench) start(ctx context.Context) (*rig.Rig, error) {
-	memory, err := rig.TestMemory()
+	o, err := b.options()
 	if err != nil {
 		return nil, err
+	}
+	return rig.Start(ctx, o)
+}
+
+// options returns those of a rig with the GPUs that are measured.
+func (b *bench) options() (rig.Options, error) {
+	memory, err := rig.TestMemory()
+	if err != nil {
+		return rig.Options{}, err
 	}
 	config := rig.Config(b.root, memory)
 	if b.nvidia != "" {
@@ -73,7 +82,7 @@ func (b *bench) start(ctx context.Context) (*rig.Rig, error) {
 		config = config[:i] + config[j:]
 	}
 	b.rigs++
-	return rig.Start(ctx, rig.Options{Dir: filepath.Join(b.tmp, fmt.Sprint("r", b.rigs)), Config: config})
+	return rig.Options{Dir: filepath.Join(b.tmp, fmt.Sprint("r", b.rigs)), Config: config}, nil
 }
 
 // otherCard is a second GPU of NVIDIA's, if there is one.

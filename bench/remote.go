@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gpuctl/gpuctl/test/lossy"
 	"github.com/gpuctl/gpuctl/test/rig"
 )
 
@@ -60,6 +61,9 @@ func (b *bench) remote(ctx context.Context) error {
 		return err
 	}
 	if err := b.goHome(ctx, stream, "1024 regions of 1 KiB", "--calls", "5000", "--live", "1142", "--mib", "1"); err != nil { // 1024 of them are buffers
+		return err
+	}
+	if err := b.delays(ctx); err != nil {
 		return err
 	}
 	if err := b.bringHome(ctx, stream, "tcp", "mixed"); err != nil {
@@ -124,13 +128,14 @@ func (b *bench) clbench(ctx context.Context, way string) (map[string][]float64, 
 	return got, nil
 }
 
+// startCarried starts a rig whose GPUs are reached in that way: see rig.Options.
 func (b *bench) startCarried(ctx context.Context, way string) (*rig.Rig, error) {
-	before := os.Getenv(rig.CarrierVariable)
-	if err := os.Setenv(rig.CarrierVariable, way); err != nil {
-		return nil, fmt.Errorf("environment: %w", err)
+	o, err := b.options()
+	if err != nil {
+		return nil, err
 	}
-	defer func() { _ = os.Setenv(rig.CarrierVariable, before) }()
-	return b.start(ctx)
+	o.Carriers = way
+	return rig.Start(ctx, o)
 }
 
 // ends returns the GPU that is to be remote and the local one: two cards, where there are two.
@@ -152,36 +157,87 @@ func (b *bench) goHome(ctx context.Context, stream float64, what string, args ..
 		return err
 	}
 	defer r.Close()
+	moves, err := b.moves(ctx, r, 6, args...)
+	if err != nil {
+		return err
+	}
+	var beyond [2][]float64
+	for i, s := range moves {
+		beyond[i%2] = append(beyond[i%2], float64(s.Stopped)/1e6-float64(s.Frozen)/stream/1e6)
+	}
+	home, away := median(beyond[0]), median(beyond[1])
+	b.report.add("remote to local, "+what+": downtime beyond dirty bytes / stream, p50", "ms", 0, home, "20", func() bool { return home <= 20 })
+	b.report.add("local to remote, "+what+": the same", "ms", 0, away, "", nil)
+	return nil
+}
+
+// moves moves a session between a GPU that is remote first, and another one.
+func (b *bench) moves(ctx context.Context, r *rig.Rig, n int, args ...string) (all []rig.Swap, err error) {
 	gpus := b.ends()
 	stdin, wait, err := live(r.Command(ctx, gpus[0], append([]string{r.Program("replay")}, args...)...), "ready:")
 	if err != nil {
-		return err
+		return nil, err
 	}
 	id, err := r.Session(ctx)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	var home, away []float64
-	for i := range 6 {
+	for i := range n {
 		s, err := r.Operate(ctx, "migrate", id, "--to", gpus[(i+1)%2])
 		if err != nil {
-			return err
+			return nil, err
 		}
-		beyond := float64(s.Stopped)/1e6 - float64(s.Frozen)/stream/1e6
-		if i%2 == 0 {
-			home = append(home, beyond)
-		} else {
-			away = append(away, beyond)
-		}
+		all = append(all, s)
 	}
-	b.report.add("remote to local, "+what+": downtime beyond dirty bytes / stream, p50", "ms", 0, median(home), "20", func() bool { return median(home) <= 20 })
-	b.report.add("local to remote, "+what+": the same", "ms", 0, median(away), "", nil)
 	_ = stdin.Close()
 	line, err := wait()
 	if err == nil && line != "ok" {
 		err = fmt.Errorf("the program says %q", line)
 	}
-	return err
+	return all, err
+}
+
+// delays measures how many round trips a small session stands still when it moves between a remote
+// and a local GPU over a network with a delay, in namespaces of its own.
+func (b *bench) delays(ctx context.Context) error {
+	const delay = 20 * time.Millisecond // each way
+	var ms [2][2]float64                // by delay, remote to local first
+	for i, d := range []time.Duration{0, delay} {
+		l, err := lossy.New(lossy.Quality{Delay: d})
+		if errors.Is(err, lossy.ErrMissing) {
+			fmt.Fprintln(os.Stderr, "no network with a delay:", err)
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		defer l.Close()
+		o, err := b.options()
+		if err != nil {
+			return err
+		}
+		o.Carriers = "roam"
+		r, err := rig.StartOver(ctx, l, o)
+		if err != nil {
+			return err
+		}
+		moves, err := b.moves(ctx, r, 8, "--calls", "1000", "--live", "100", "--mib", "1")
+		r.Close()
+		if err != nil {
+			return err
+		}
+		var stopped [2][]float64
+		for k, s := range moves {
+			stopped[k%2] = append(stopped[k%2], float64(s.Stopped)/1e6)
+		}
+		ms[i] = [2]float64{median(stopped[0]), median(stopped[1])}
+	}
+	trip := 2 * float64(delay) / 1e6
+	for k, way := range []string{"remote to local", "local to remote"} {
+		b.report.add(fmt.Sprintf("%s, a small session over TLS, %.0f ms there and back: downtime; native: without that delay", way, trip), "ms", ms[0][k], ms[1][k], "", nil)
+		b.report.add("of it, round trips", "", 0, (ms[1][k]-ms[0][k])/trip, "", nil)
+	}
+	return nil
 }
 
 // sockets returns the two ends of a connection over loopback, which block.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
 	"time"
 
@@ -226,7 +227,7 @@ func (op *operation) finish(err error, res *gpuctlv1.SwapResult) {
 	var refused *engine.RefusedError
 	switch {
 	case err == nil:
-		s.log.Info("operation done", "op", op.kind, "stopped", time.Duration(res.StoppedNs))
+		s.log.Info("operation done", "op", op.kind, "stopped", time.Duration(res.StoppedNs), stepTimes(res.Steps))
 	case op.appEnded():
 		res.Ended, res.Error = true, errAppEnded.Error()
 		s.log.Info("operation ended with its application", "op", op.kind, "err", err)
@@ -274,6 +275,15 @@ func (op *operation) finish(err error, res *gpuctlv1.SwapResult) {
 	res.Held = after == gpuctlv1.SessionState_SESSION_STATE_HELD // it is lost, and an executor has not ended
 	res.RolledBack = err != nil && !res.Refused && !res.Ended && !res.Held && after != gpuctlv1.SessionState_SESSION_STATE_LOST
 	op.Over()
+}
+
+// stepTimes is for the log: how long each step took.
+func stepTimes(steps []*gpuctlv1.StepTime) slog.Attr {
+	var took []any
+	for _, t := range steps {
+		took = append(took, slog.Duration(t.Step, time.Duration(t.DurationNs)))
+	}
+	return slog.Group("took", took...)
 }
 
 // appEnded reports whether the application has ended. Then an error of the operation does

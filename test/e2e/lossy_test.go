@@ -2,20 +2,14 @@ package e2e
 
 import (
 	"bytes"
-	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"net"
 	"os"
-	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 
-	"github.com/gpuctl/gpuctl/guest/handover"
-	"github.com/gpuctl/gpuctl/guest/lease"
-	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/test/lossy"
 	"github.com/gpuctl/gpuctl/test/rig"
@@ -37,21 +31,12 @@ func startLossy(t *testing.T, carriers string, q lossy.Quality, env ...string) (
 		t.Fatal(err)
 	}
 	t.Cleanup(l.Close)
-	ln, err := l.Listen()
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { ln.Close() })
 	dir, err := os.MkdirTemp("", "gx")
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(dir) })
-	go handOver(t.Context(), ln, filepath.Join(dir, "guest", lease.SocketName))
-	t.Setenv(rig.CarrierVariable, carriers)
-	t.Setenv("GPUCTL_TEST_CARRIER_AT", ln.Addr().String())
-	var r *rig.Rig
-	l.InNear(func() { r, err = rig.Start(t.Context(), rig.Options{Dir: dir, Env: env}) })
+	r, err := rig.StartOver(t.Context(), l, rig.Options{Dir: dir, Carriers: carriers, Env: env})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -63,33 +48,6 @@ func startLossy(t *testing.T, carriers string, q lossy.Quality, env ...string) (
 		}
 	})
 	return r, l
-}
-
-// handOver takes carriers' connections and gives them to gpuguest, as hostd does.
-func handOver(ctx context.Context, ln net.Listener, socket string) {
-	for {
-		conn, err := ln.Accept()
-		if err != nil {
-			return
-		}
-		go func() {
-			defer conn.Close()
-			p, err := remote.ReadPreamble(conn)
-			if err != nil {
-				return
-			}
-			tcp, _ := conn.(*net.TCPConn)
-			f, err := tcp.File()
-			if err != nil {
-				return
-			}
-			defer f.Close()
-			c, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: socket, Net: "unix"})
-			if err == nil {
-				_ = handover.Give(ctx, c, lease.HandName(p), f)
-			}
-		}()
-	}
 }
 
 // cutFor cuts the link for some time while something is under way.

@@ -171,6 +171,9 @@ type Options struct {
 	Config string    // default Config of the memory that the environment asks for
 	Env    []string  // added to its environment
 	Log    io.Writer // its log; nil: dropped
+
+	// Carriers makes every GPU a remote one: a value of CarrierVariable, which it goes before.
+	Carriers string
 }
 
 // Rig is a running private hostd.
@@ -208,10 +211,13 @@ func Start(ctx context.Context, o Options) (*Rig, error) {
 	}
 	r := &Rig{Root: root, Dir: o.Dir, ended: make(chan struct{}), log: &testkit.Log{Tee: o.Log}}
 	r.cmd = exec.Command(r.Bin("hostd"), "--dev", "--private", "--rundir", o.Dir, "--config", file, "--log-level", "debug")
-	if os.Getenv(CarrierVariable) != "" {
+	r.cmd.Env = append(os.Environ(), o.Env...)
+	if o.Carriers != "" {
+		r.cmd.Env = append(r.cmd.Env, CarrierVariable+"="+o.Carriers)
+	}
+	if o.Carriers != "" || os.Getenv(CarrierVariable) != "" {
 		r.cmd.Args = append(r.cmd.Args, "--gpuguest", r.Bin("gpuguest-carried"))
 	}
-	r.cmd.Env = append(os.Environ(), o.Env...)
 	r.cmd.Stdout, r.cmd.Stderr = r.log, r.log
 	r.cmd.WaitDelay = 5 * time.Second
 	if r.stdin, err = r.cmd.StdinPipe(); err != nil {

@@ -95,6 +95,13 @@ func TestMigrateLive(t *testing.T) {
 		}
 		must(t, v.work.WaitIteration(ctx, uint64(len(after))+2))
 		t.Logf("downtime %.2f s in %d results", float64(m.StoppedNs)/1e9, len(after)-len(before))
+		agent, err := g.AgentLog(ctx)
+		must(t, err)
+		for line := range strings.Lines(agent) {
+			if strings.Contains(line, "operation done") {
+				t.Log(line)
+			}
+		}
 	}
 	v.arrive(ctx)
 }

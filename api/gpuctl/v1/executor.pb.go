@@ -66,7 +66,8 @@ type DescribeResponse struct {
 	Active        bool                   `protobuf:"varint,5,opt,name=active,proto3" json:"active,omitempty"`
 	Platform      string                 `protobuf:"bytes,6,opt,name=platform,proto3" json:"platform,omitempty"`
 	Driver        string                 `protobuf:"bytes,7,opt,name=driver,proto3" json:"driver,omitempty"`
-	Freezes       uint64                 `protobuf:"varint,8,opt,name=freezes,proto3" json:"freezes,omitempty"` // how often the session has been frozen here
+	Freezes       uint64                 `protobuf:"varint,8,opt,name=freezes,proto3" json:"freezes,omitempty"`                               // how often the session has been frozen here
+	FreezesAfter  bool                   `protobuf:"varint,9,opt,name=freezes_after,json=freezesAfter,proto3" json:"freezes_after,omitempty"` // a far executor that knows FreezeRequest.after
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -155,6 +156,13 @@ func (x *DescribeResponse) GetFreezes() uint64 {
 		return x.Freezes
 	}
 	return 0
+}
+
+func (x *DescribeResponse) GetFreezesAfter() bool {
+	if x != nil {
+		return x.FreezesAfter
+	}
+	return false
 }
 
 type SnapshotRequest struct {
@@ -571,6 +579,8 @@ func (*DiscardResponse) Descriptor() ([]byte, []int) {
 type FreezeRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	TimeoutMs     int64                  `protobuf:"varint,1,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"`
+	After         uint64                 `protobuf:"varint,2,opt,name=after,proto3" json:"after,omitempty"`     // to a far executor: question that has to come on each stream before; it answers with the next one when it is frozen
+	Streams       uint32                 `protobuf:"varint,3,opt,name=streams,proto3" json:"streams,omitempty"` // on how many streams it was asked
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -608,6 +618,20 @@ func (*FreezeRequest) Descriptor() ([]byte, []int) {
 func (x *FreezeRequest) GetTimeoutMs() int64 {
 	if x != nil {
 		return x.TimeoutMs
+	}
+	return 0
+}
+
+func (x *FreezeRequest) GetAfter() uint64 {
+	if x != nil {
+		return x.After
+	}
+	return 0
+}
+
+func (x *FreezeRequest) GetStreams() uint32 {
+	if x != nil {
+		return x.Streams
 	}
 	return 0
 }
@@ -1069,7 +1093,7 @@ var File_gpuctl_v1_executor_proto protoreflect.FileDescriptor
 const file_gpuctl_v1_executor_proto_rawDesc = "" +
 	"\n" +
 	"\x18gpuctl/v1/executor.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/types.proto\"\x11\n" +
-	"\x0fDescribeRequest\"\x85\x02\n" +
+	"\x0fDescribeRequest\"\xaa\x02\n" +
 	"\x10DescribeResponse\x12&\n" +
 	"\x05usage\x18\x01 \x01(\v2\x10.gpuctl.v1.UsageR\x05usage\x12+\n" +
 	"\adevices\x18\x02 \x03(\v2\x11.gpuctl.v1.LimitsR\adevices\x12\x1e\n" +
@@ -1080,7 +1104,8 @@ const file_gpuctl_v1_executor_proto_rawDesc = "" +
 	"\x06active\x18\x05 \x01(\bR\x06active\x12\x1a\n" +
 	"\bplatform\x18\x06 \x01(\tR\bplatform\x12\x16\n" +
 	"\x06driver\x18\a \x01(\tR\x06driver\x12\x18\n" +
-	"\afreezes\x18\b \x01(\x04R\afreezes\"\x11\n" +
+	"\afreezes\x18\b \x01(\x04R\afreezes\x12#\n" +
+	"\rfreezes_after\x18\t \x01(\bR\ffreezesAfter\"\x11\n" +
 	"\x0fSnapshotRequest\"\x9d\x01\n" +
 	"\x10SnapshotResponse\x12\x14\n" +
 	"\x05graph\x18\x01 \x01(\fR\x05graph\x12&\n" +
@@ -1104,10 +1129,12 @@ const file_gpuctl_v1_executor_proto_rawDesc = "" +
 	"\x0fEndFetchRequest\"\x12\n" +
 	"\x10EndFetchResponse\"\x10\n" +
 	"\x0eDiscardRequest\"\x11\n" +
-	"\x0fDiscardResponse\".\n" +
+	"\x0fDiscardResponse\"^\n" +
 	"\rFreezeRequest\x12\x1d\n" +
 	"\n" +
-	"timeout_ms\x18\x01 \x01(\x03R\ttimeoutMs\"%\n" +
+	"timeout_ms\x18\x01 \x01(\x03R\ttimeoutMs\x12\x14\n" +
+	"\x05after\x18\x02 \x01(\x04R\x05after\x12\x18\n" +
+	"\astreams\x18\x03 \x01(\rR\astreams\"%\n" +
 	"\vThawRequest\x12\x16\n" +
 	"\x06freeze\x18\x01 \x01(\x04R\x06freeze\"\x0e\n" +
 	"\fThawResponse\"9\n" +

@@ -422,19 +422,47 @@ func (c *carrier) reclaim() {
 	c.punches = keep
 }
 
+// question is what the far executor is asked on each stream: whether it has done all that was
+// sent there before.
+type question struct {
+	n       uint64
+	streams []*link.Stream
+}
+
 // sync waits until the far executor has done all that was sent, and this carrier all that
 // the far executor had sent before its answer.
 func (c *carrier) sync(ctx context.Context) error {
+	q, err := c.ask(ctx)
+	if err != nil {
+		return err
+	}
+	return c.awaitAnswer(ctx, q)
+}
+
+// ask asks. An answer to a later question is one to this, too.
+func (c *carrier) ask(ctx context.Context) (question, error) {
 	c.mu.Lock()
 	c.syncs++
-	n := c.syncs
-	streams := append([]*link.Stream{c.commands, c.bulk}, c.joined...)
+	q := question{c.syncs, append([]*link.Stream{c.commands, c.bulk}, c.joined...)}
 	c.mu.Unlock()
-	for _, st := range streams {
-		if err := st.Send(ctx, link.Frame{Kind: remote.KindSync, Head: remote.Words(n)}, nil); err != nil {
-			return err
+	for _, st := range q.streams {
+		if err := st.Send(ctx, link.Frame{Kind: remote.KindSync, Head: remote.Words(q.n)}, nil); err != nil {
+			return q, err
 		}
 	}
+	return q, nil
+}
+
+// next is a question that is not asked: the far executor knows when to answer it.
+func (c *carrier) next(q question) question {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.syncs = max(c.syncs, q.n+1)
+	return question{q.n + 1, q.streams}
+}
+
+// awaitAnswer waits for the answer on each stream.
+func (c *carrier) awaitAnswer(ctx context.Context, q question) error {
 	stop := context.AfterFunc(ctx, func() {
 		c.mu.Lock()
 		defer c.mu.Unlock()
@@ -444,7 +472,7 @@ func (c *carrier) sync(ctx context.Context) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	silent := func() bool {
-		return slices.ContainsFunc(streams, func(st *link.Stream) bool { return c.synced[st] < n })
+		return slices.ContainsFunc(q.streams, func(st *link.Stream) bool { return c.synced[st] < q.n })
 	}
 	for silent() && ctx.Err() == nil && c.ctx.Err() == nil {
 		c.changed.Wait()

@@ -82,9 +82,10 @@ type carrier struct {
 	once           sync.Once
 
 	active, frozen, prepared atomic.Bool
+	freezesAfter             atomic.Bool // the far executor knows FreezeRequest.after
 	mapped                   atomic.Bool // when it was frozen last, the application had something mapped
 	gate                     gate
-	sent, got                atomic.Uint64                                     // bytes of contents to and from the far executor in the last round, and 1 more; 0: none yet
+	imports, exports         kept                                              // connections for contents to and from the far executor
 	broken                   [remote.Chunks + remote.ChunkStreams]atomic.Int64 // by stream: UnixNano when its connection broke; 0: it is connected
 
 	mu       sync.Mutex
@@ -259,6 +260,7 @@ func (c *carrier) run() error {
 	c.far = gpuctlv1connect.NewExecutorServiceClient(&http.Client{Transport: &http.Transport{
 		DialContext:            func(ctx context.Context, _, _ string) (net.Conn, error) { return c.dialer.Dial(ctx, remote.Control) },
 		DisableCompression:     true,
+		MaxIdleConnsPerHost:    keptControl,
 		MaxResponseHeaderBytes: mostAnswerHeader,
 	}}, "http://far", acceptNothing(), connect.WithReadMaxBytes(mostAnswer))
 	mux := http.NewServeMux()
@@ -300,6 +302,8 @@ func (c *carrier) lose(err error) {
 const (
 	mostAnswerHeader = 64 << 10
 	mostAnswer       = 64 << 20 // a session's objects, with the sources of its programs
+
+	keptControl = 8 // connections for calls, which are not made anew while the application stands still
 )
 
 // How soon a connection is made again.

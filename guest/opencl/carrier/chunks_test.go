@@ -85,7 +85,7 @@ func TestChunkThatOvertakesTheBeginOfItsRunWaits(t *testing.T) {
 func TestLaneIsNotFreeWhileAChunkIsUnderWay(t *testing.T) {
 	free := func(c *carrier) bool {
 		c.region.Store32(laneWord(1)+wire.LaneState, wire.LaneFree) // the application has left it
-		if err := c.freeLanes(false); err != nil {
+		if _, err := c.freeLanes(false); err != nil {
 			t.Fatal(err)
 		}
 		c.mu.Lock()

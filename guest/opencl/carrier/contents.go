@@ -8,7 +8,6 @@ import (
 	"io"
 	"net"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"connectrpc.com/connect"
@@ -24,7 +23,9 @@ const (
 	helloUnified = 4
 	helloWindow  = 5
 	helloSizes   = 6
+	helloStays   = 7 // the connection may be used for several exports
 	sizesMark    = ^uint64(0)
+	endMark      = ^uint64(0) - 1
 	pieceSize    = 40 // with the size in bytes
 	mostPieces   = 4096
 )
@@ -44,20 +45,18 @@ func (c *carrier) serveImports(l *net.UnixListener) {
 	}
 }
 
-func (c *carrier) importFrom(conn net.Conn) error {
-	far, err := c.dialContents(c.ctx, remote.Import, &c.sent)
-	if err != nil {
-		return err
+// importFrom takes the contents of one export.
+func (c *carrier) importFrom(conn net.Conn) (err error) {
+	far := c.imports.take()
+	if far == nil {
+		if far, err = c.dialImport(); err != nil {
+			return err
+		}
 	}
-	defer far.Close()
-	var hello [greetingSize]byte
-	_ = far.SetReadDeadline(time.Now().Add(remote.GreetTimeout))
-	if _, err := io.ReadFull(far, hello[:]); err != nil {
-		return err
-	}
-	_ = far.SetReadDeadline(time.Time{})
+	defer func() { far.settle(&c.imports, err == nil && far.hello[helloStays] != 0) }()
+	hello := far.hello
 	hello[helloUnified] = 0 // the far executor's arena is another one
-	hello[helloSizes] = 1
+	hello[helloSizes], hello[helloStays] = 1, 0
 	if _, err := conn.Write(hello[:]); err != nil {
 		return err
 	}
@@ -69,23 +68,30 @@ func (c *carrier) importFrom(conn net.Conn) error {
 	}
 	stop := context.AfterFunc(c.ctx, func() { far.Close(); conn.Close() })
 	defer stop()
-	var wg sync.WaitGroup
-	defer wg.Wait()
-	wg.Go(func() { // what was taken
-		_, _ = io.Copy(conn, far)
-		conn.Close()
+	taken := c.passTaken(far, conn)
+	err = c.passTo(conn, true, func(head, pieces []byte) error {
+		if err := c.passBatch(far.Conn, head, pieces, true); err != nil || len(pieces) == 0 {
+			return err
+		}
+		return taken.expect()
 	})
-	err = c.pass(conn, far, true)
-	far.Close()
-	return err
+	return errors.Join(err, taken.end())
 }
 
-// dialContents connects to the far executor for contents, with a bundle if there may be much.
-func (c *carrier) dialContents(ctx context.Context, role remote.Role, last *atomic.Uint64) (net.Conn, error) {
-	if n := last.Swap(1); n > 0 && n < wideFrom {
-		return c.dialer.Dial(ctx, role)
+// dialImport connects to the far executor for contents that go there.
+func (c *carrier) dialImport() (*contentsConn, error) {
+	conn, err := c.dialer.DialBundle(c.ctx, remote.Import)
+	if err != nil {
+		return nil, err
 	}
-	return c.dialer.DialBundle(ctx, role)
+	far := newContentsConn(conn)
+	_ = far.SetReadDeadline(time.Now().Add(remote.GreetTimeout))
+	if _, err := io.ReadFull(far.from, far.hello[:]); err != nil {
+		far.Close()
+		return nil, err
+	}
+	_ = far.SetReadDeadline(time.Time{})
+	return far, nil
 }
 
 func word(r io.Reader) (uint64, error) {
@@ -96,17 +102,14 @@ func word(r io.Reader) (uint64, error) {
 	return binary.LittleEndian.Uint64(b[:]), nil
 }
 
-// pass passes batches on until the end. out says that the bytes are in the arena, and are to
-// be sent; otherwise they follow each batch, and are stored in the arena.
-func (c *carrier) pass(from io.Reader, to io.Writer, out bool) error {
-	return c.passTo(from, out, func(head, pieces []byte) error {
-		p := remote.NewParcel(append(head, pieces...))
-		for ; out && len(pieces) > 0; pieces = pieces[pieceSize:] {
-			at, n := place(pieces)
-			p.Add(c.arena.Bytes()[at : at+n])
-		}
-		return p.Send(to)
-	})
+// passBatch passes a batch on. out says that its bytes are in the arena, and are to be sent.
+func (c *carrier) passBatch(to io.Writer, head, pieces []byte, out bool) error {
+	p := remote.NewParcel(append(head, pieces...))
+	for ; out && len(pieces) > 0; pieces = pieces[pieceSize:] {
+		at, n := place(pieces)
+		p.Add(c.arena.Bytes()[at : at+n])
+	}
+	return p.Send(to)
 }
 
 // place returns where the bytes of the first piece are.
@@ -115,8 +118,9 @@ func place(b []byte) (at, n uint64) {
 }
 
 // passTo reads batches and gives each to f. A batch without pieces names the source's window.
+// out says that the bytes are in the arena; otherwise they follow each batch, and are stored in the
+// arena. Contents end with their connection, or with errEnd where that stays.
 func (c *carrier) passTo(from io.Reader, out bool, f func(head, pieces []byte) error) error {
-	from = remote.NewReader(from)
 	for {
 		n, err := word(from)
 		if errors.Is(err, io.EOF) {
@@ -124,6 +128,9 @@ func (c *carrier) passTo(from io.Reader, out bool, f func(head, pieces []byte) e
 		}
 		if err != nil {
 			return err
+		}
+		if n == endMark && !out {
+			return errEnd
 		}
 		head := binary.LittleEndian.AppendUint64(nil, n)
 		if n == 0 {
@@ -149,10 +156,8 @@ func (c *carrier) passTo(from io.Reader, out bool, f func(head, pieces []byte) e
 				return fmt.Errorf("%d bytes at %#x: %w", size, at, errHostile)
 			}
 			if out {
-				c.sent.Add(size)
 				continue
 			}
-			c.got.Add(size)
 			if err := c.store(from, at, size); err != nil {
 				return err
 			}
@@ -289,7 +294,7 @@ func (c *carrier) storeAround(at uint64, b []byte) {
 // it has with this carrier.
 func (c *carrier) export(ctx context.Context, r *gpuctlv1.ExportRequest, out sender[gpuctlv1.Progress]) error {
 	other := c.exportedTo(r.Peer)
-	err := c.exportHome(ctx, r.Peer, &gpuctlv1.ExportRequest{Peer: remote.ExportPeer, Final: r.Final, All: r.All || other}, out)
+	err := c.exportHome(ctx, r.Peer, &gpuctlv1.ExportRequest{Final: r.Final, All: r.All || other}, out)
 	if err != nil {
 		c.exportedTo("")
 	}
@@ -306,7 +311,7 @@ func (c *carrier) exportStraight(ctx context.Context, r *gpuctlv1.ExportRequest,
 	err := relay(ctx, connect.NewRequest(req), sum, c.far.Export)
 	if err == nil && r.Final && c.mapped.Load() {
 		sum.next()
-		err = c.exportHome(ctx, r.Peer, &gpuctlv1.ExportRequest{Peer: remote.ExportPeer, Final: true, Mapped: true}, sum)
+		err = c.exportHome(ctx, r.Peer, &gpuctlv1.ExportRequest{Final: true, Mapped: true}, sum)
 	}
 	if err != nil {
 		c.exportedTo("")
@@ -337,19 +342,12 @@ func (a *adding) Send(p *gpuctlv1.Progress) error {
 }
 
 // exportHome passes on what the far executor sends for a request.
-func (c *carrier) exportHome(ctx context.Context, peer string, req *gpuctlv1.ExportRequest, out sender[gpuctlv1.Progress]) error {
+func (c *carrier) exportHome(ctx context.Context, peer string, req *gpuctlv1.ExportRequest, out sender[gpuctlv1.Progress]) (err error) {
 	target, err := net.DialTimeout("unix", peer, remote.GreetTimeout)
 	if err != nil {
 		return connect.NewError(connect.CodeInternal, fmt.Errorf("reach the target executor: %w", err))
 	}
 	defer target.Close()
-	far, err := c.dialContents(ctx, remote.Export, &c.got)
-	if err != nil {
-		return connect.NewError(connect.CodeAborted, err)
-	}
-	defer far.Close()
-	stop := context.AfterFunc(ctx, func() { far.Close(); target.Close() })
-	defer stop()
 	var hello [greetingSize]byte
 	_ = target.SetReadDeadline(time.Now().Add(remote.GreetTimeout))
 	if _, err := io.ReadFull(target, hello[:]); err != nil || binary.LittleEndian.Uint32(hello[:]) != greeting {
@@ -357,34 +355,58 @@ func (c *carrier) exportHome(ctx context.Context, peer string, req *gpuctlv1.Exp
 	}
 	_ = target.SetReadDeadline(time.Time{})
 	sizes := hello[helloSizes] != 0 // the target is another carrier
-	hello[helloUnified], hello[helloSizes] = 0, 1
-	if _, err := far.Write(hello[:]); err != nil {
+	far, err := c.exportWay(ctx, hello, req)
+	if err != nil {
 		return connect.NewError(connect.CodeAborted, err)
 	}
+	stays := false
+	defer func() { far.settle(&c.exports, err == nil && stays) }()
+	stop := context.AfterFunc(ctx, func() { far.Close(); target.Close() })
+	defer stop()
 	var wg sync.WaitGroup
 	defer wg.Wait()
-	defer far.Close()
 	defer target.Close()
 	wg.Go(func() { _, _ = io.Copy(far, target) }) // what was taken
 	passed := make(chan error, 1)
 	wg.Go(func() {
 		err := c.passExport(far, target, sizes)
-		if err != nil {
+		stays = errors.Is(err, errEnd)
+		if err != nil && !stays {
 			far.Close()
+			passed <- err
 		}
-		passed <- err
+		close(passed)
 	})
-	if err := relay(ctx, connect.NewRequest(req), out, c.far.Export); err != nil {
-		select {
-		case perr := <-passed:
-			if perr != nil {
-				err = fmt.Errorf("%w (%w)", err, perr)
-			}
-		default:
-		}
-		return err
+	err = relay(ctx, connect.NewRequest(req), out, c.far.Export)
+	if err == nil {
+		return <-passed
 	}
-	return nil
+	far.Close()
+	target.Close()
+	if perr := <-passed; perr != nil {
+		err = fmt.Errorf("%w (%w)", err, perr)
+	}
+	return err
+}
+
+// exportWay returns the connection for an export: the one of the last export to the same target,
+// if it has stayed, or a new one. The request names it.
+func (c *carrier) exportWay(ctx context.Context, hello [greetingSize]byte, req *gpuctlv1.ExportRequest) (*contentsConn, error) {
+	if far := c.exports.take(); far != nil {
+		req.Peer = remote.ExportKept
+		return far, nil
+	}
+	req.Peer = remote.ExportPeer
+	conn, err := c.dialer.DialBundle(ctx, remote.Export)
+	if err != nil {
+		return nil, err
+	}
+	hello[helloUnified], hello[helloSizes], hello[helloStays] = 0, 1, 1
+	if _, err := conn.Write(hello[:]); err != nil {
+		conn.Close()
+		return nil, err
+	}
+	return newContentsConn(conn), nil
 }
 
 // exportedTo records to which target contents were exported last, and reports whether it was
@@ -394,20 +416,26 @@ func (c *carrier) exportedTo(peer string) bool {
 	defer c.mu.Unlock()
 	other := c.lastPeer != peer
 	c.lastPeer = peer
+	if other {
+		c.exports.drop() // its receiver is another one
+	}
 	return other
 }
 
-func (c *carrier) passExport(far io.Reader, target io.Writer, sizes bool) error {
-	if mark, err := word(far); err != nil || mark != sizesMark {
-		return fmt.Errorf("the far executor does not begin as it should: %w", errors.Join(err, errHostile))
+func (c *carrier) passExport(far *contentsConn, target io.Writer, sizes bool) error {
+	if !far.begun {
+		if mark, err := word(far.from); err != nil || mark != sizesMark {
+			return fmt.Errorf("the far executor does not begin as it should: %w", errors.Join(err, errHostile))
+		}
+		far.begun = true
 	}
 	if sizes {
 		if _, err := target.Write(binary.LittleEndian.AppendUint64(nil, sizesMark)); err != nil {
 			return err
 		}
-		return c.pass(far, target, false)
+		return c.passTo(far.from, false, func(head, pieces []byte) error { return c.passBatch(target, head, pieces, false) })
 	}
-	return c.passTo(far, false, func(head, pieces []byte) error {
+	return c.passTo(far.from, false, func(head, pieces []byte) error {
 		b := head
 		for ; len(pieces) > 0; pieces = pieces[pieceSize:] {
 			b = append(b, pieces[:pieceSize-8]...)

@@ -88,6 +88,7 @@ func (k *controller) Describe(ctx context.Context, r *connect.Request[gpuctlv1.D
 	if err != nil {
 		return nil, err
 	}
+	k.c.freezesAfter.Store(resp.Msg.FreezesAfter)
 	resp.Msg.Generation, resp.Msg.Active = k.c.cfg.Generation, k.c.active.Load()
 	if resp.Msg.Usage == nil {
 		resp.Msg.Usage = &gpuctlv1.Usage{}
@@ -153,6 +154,7 @@ func (k *controller) Discard(ctx context.Context, r *connect.Request[gpuctlv1.Di
 	resp, err := unary(ctx, r, k.c.far.Discard)
 	if err == nil { // a frozen session's state may be all that there is
 		k.c.dropState()
+		k.c.exports.drop()
 	}
 	return resp, err
 }
@@ -169,11 +171,7 @@ func (k *controller) Freeze(ctx context.Context, r *connect.Request[gpuctlv1.Fre
 	gated := time.Now()
 	// A reader that can't send, as the connection is broken, does not keep the caller.
 	c.gate.close(c.ring.WakeReader, func() bool { return c.over() || ctx.Err() != nil })
-	if err := c.sync(ctx); err != nil {
-		c.gate.open()
-		return nil, connect.NewError(connect.CodeFailedPrecondition, err)
-	}
-	resp, err := unary(ctx, r, c.far.Freeze)
+	resp, last, err := c.freezeFar(ctx, r.Msg.TimeoutMs)
 	if connect.CodeOf(err) == connect.CodeFailedPrecondition {
 		c.gate.open()
 	}
@@ -187,7 +185,7 @@ func (k *controller) Freeze(ctx context.Context, r *connect.Request[gpuctlv1.Fre
 		err = c.keepLate(late)
 	}
 	if err == nil {
-		err = c.sync(ctx)
+		err = c.awaitAnswer(ctx, last)
 	}
 	if err != nil {
 		return nil, err
@@ -203,6 +201,32 @@ func (k *controller) Freeze(ctx context.Context, r *connect.Request[gpuctlv1.Fre
 	}
 	resp.Msg.GatedNs = time.Since(gated).Nanoseconds()
 	return resp, nil
+}
+
+// freezeFar freezes the far executor when it has done what was sent. It also returns the question whose
+// answer follows all that the far executor had said before. A network's delay is part of the
+// downtime, so the far executor waits for the first question itself, and answers the second one
+// unasked.
+func (c *carrier) freezeFar(ctx context.Context, timeoutMS int64) (*connect.Response[gpuctlv1.SnapshotResponse], question, error) {
+	q, err := c.ask(ctx)
+	orders := c.freezesAfter.Load()
+	if err == nil && !orders {
+		err = c.awaitAnswer(ctx, q)
+	}
+	if err != nil {
+		return nil, q, connect.NewError(connect.CodeFailedPrecondition, err)
+	}
+	req := &gpuctlv1.FreezeRequest{TimeoutMs: timeoutMS}
+	last := q
+	if orders {
+		req.After, req.Streams = q.n, uint32(len(q.streams))
+		last = c.next(q)
+	}
+	resp, err := unary(ctx, connect.NewRequest(req), c.far.Freeze)
+	if err == nil && !orders {
+		last, err = c.ask(ctx)
+	}
+	return resp, last, err
 }
 
 // Thaw implements ExecutorService.
@@ -226,6 +250,7 @@ func (c *carrier) thaw(ctx context.Context, r *connect.Request[gpuctlv1.ThawRequ
 	}
 	if !d.Msg.Frozen {
 		c.dropState()
+		c.exports.drop()
 		_ = c.keepLate(nil)
 		c.frozen.Store(false)
 		c.gate.open()
@@ -279,15 +304,19 @@ func (c *carrier) activate(ctx context.Context) error {
 	if c.active.Load() {
 		return nil
 	}
-	if err := c.freeLanes(true); err != nil {
+	said, err := c.freeLanes(true)
+	if err != nil {
 		return err
 	}
-	if err := c.sync(ctx); err != nil {
-		return connect.NewError(connect.CodeAborted, err)
+	if said { // it must know which lanes are in use before it uses any
+		if err := c.sync(ctx); err != nil {
+			return connect.NewError(connect.CodeAborted, err)
+		}
 	}
 	if _, err := unary(ctx, connect.NewRequest(&gpuctlv1.ActivateRequest{}), c.far.Activate); err != nil {
 		return err
 	}
+	c.imports.drop()
 	c.ring.SetServing(c.cfg.Generation)
 	c.ring.SetBulkFrom(bulkFrom)
 	c.active.Store(true)
@@ -312,6 +341,11 @@ func (c *carrier) retire(ctx context.Context) {
 	})
 }
 
+// farPulseAfter is how long a call lasts before the far executor is asked for its pulse, too. That
+// takes a connection of its own, which ends with it. Most calls for which an application stands still are over
+// before.
+const farPulseAfter = 2 * time.Second
+
 // Pulse implements ExecutorService. A connection that is broken is something to wait for.
 func (k *controller) Pulse(ctx context.Context, r *connect.Request[gpuctlv1.PulseRequest], out *connect.ServerStream[gpuctlv1.PulseResponse]) error {
 	every := time.Duration(r.Msg.EveryMs) * time.Millisecond
@@ -323,6 +357,10 @@ func (k *controller) Pulse(ctx context.Context, r *connect.Request[gpuctlv1.Puls
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	go func() {
+		select {
+		case <-ctx.Done():
+		case <-time.After(farPulseAfter):
+		}
 		for ctx.Err() == nil {
 			if st, err := k.c.far.Pulse(ctx, connect.NewRequest(r.Msg)); err == nil {
 				for st.Receive() {
@@ -415,7 +453,7 @@ func (c *carrier) guard() {
 			held = shm.LockByte(fd, wire.LockExecutor) == nil
 		}
 		if c.active.Load() {
-			_ = c.freeLanes(false)
+			_, _ = c.freeLanes(false)
 		}
 		c.reclaim()
 		managed, err := shm.Locked(fd, wire.LockManager)

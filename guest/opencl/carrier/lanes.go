@@ -348,8 +348,8 @@ func (c *carrier) sendChunk(s remote.LaneStart, pos *remote.Position, i uint32) 
 }
 
 // freeLanes tells the far executor of lanes that the application has left, and, before the
-// carrier serves, of those that it has not.
-func (c *carrier) freeLanes(first bool) error {
+// carrier serves, of those that it has not. It reports whether there were any.
+func (c *carrier) freeLanes(first bool) (said bool, err error) {
 	c.mu.Lock()
 	var kinds [wire.LaneCount]uint16
 	for n := range c.lanes {
@@ -370,8 +370,9 @@ func (c *carrier) freeLanes(first bool) error {
 			continue
 		}
 		if err := c.send(c.bulk, kind, remote.Words(uint64(n)), nil, nil); err != nil {
-			return err
+			return said, err
 		}
+		said = true
 	}
-	return nil
+	return said, nil
 }

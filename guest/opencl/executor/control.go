@@ -12,6 +12,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 )
 
 // Errors of the control interface.
@@ -33,7 +34,7 @@ func (c *controller) Describe(_ context.Context, _ *connect.Request[gpuctlv1.Des
 	s := c.s
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	r := &gpuctlv1.DescribeResponse{Usage: s.describe(), Generation: s.cfg.Generation, Frozen: s.frozen, Active: s.active.Load(), Freezes: s.freezes}
+	r := &gpuctlv1.DescribeResponse{Usage: s.describe(), Generation: s.cfg.Generation, Frozen: s.frozen, Active: s.active.Load(), Freezes: s.freezes, FreezesAfter: s.far != nil}
 	for _, d := range s.devices {
 		r.Devices = append(r.Devices, deviceLimits(d.vendor))
 	}
@@ -151,12 +152,8 @@ func (c *controller) Export(ctx context.Context, r *connect.Request[gpuctlv1.Exp
 	switch {
 	case m.Fetch != "" && s.far != nil:
 		err = s.far.fetches.export(ctx, s, m.Fetch, m.All, m.Final, report)
-	case m.Peer != "" && m.Mapped && s.far != nil && m.Final:
-		var p *peerSink
-		if p, err = s.dialPeer(m.Peer); err == nil {
-			p.some = mappedOnly
-			err = s.export(ctx, "", false, true, p, report)
-		}
+	case m.Peer != "" && s.far != nil:
+		err = s.far.exportHome(ctx, s, m, report)
 	case m.Peer != "":
 		var p *peerSink
 		if p, err = s.dialPeer(m.Peer); err == nil {
@@ -269,7 +266,7 @@ func (c *controller) Discard(ctx context.Context, _ *connect.Request[gpuctlv1.Di
 		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("discard the state of a frozen session: %w", ErrState))
 	}
 	c.s.dropState()
-	c.s.far.dropFetch()
+	c.s.far.dropOutlets()
 	c.s.mu.Lock()
 	c.s.closeWindow()
 	c.s.mu.Unlock()
@@ -305,6 +302,12 @@ func (c *controller) Freeze(ctx context.Context, r *connect.Request[gpuctlv1.Fre
 	if limit <= 0 {
 		limit = 10 * time.Second
 	}
+	within, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	asked, err := c.s.far.awaitAsked(within, r.Msg.After, r.Msg.Streams)
+	if err != nil {
+		return nil, connect.NewError(connect.CodeFailedPrecondition, err)
+	}
 	c.s.far.drain(ctx, limit)
 	if blockers, err := c.s.freeze(ctx, limit); err != nil {
 		ce := connect.NewError(connect.CodeFailedPrecondition, err)
@@ -316,6 +319,9 @@ func (c *controller) Freeze(ctx context.Context, r *connect.Request[gpuctlv1.Fre
 	r2, err := c.s.snapshot()
 	if err == nil {
 		r2.Msg.GatedNs = time.Since(c.s.gatedAt).Nanoseconds()
+	}
+	for _, st := range asked {
+		c.s.far.sayDone(st, remote.Words(r.Msg.After+1))
 	}
 	return r2, err
 }
@@ -486,7 +492,7 @@ func (c *controller) Thaw(ctx context.Context, r *connect.Request[gpuctlv1.ThawR
 
 func (s *session) thaw() {
 	s.dropState()
-	s.far.dropFetch()
+	s.far.dropOutlets()
 	s.mu.Lock()
 	s.out.begin()
 	s.frozen, s.sent = false, false

@@ -239,17 +239,19 @@ func (s *session) fetchPieces(b []piece) (evs []cl.Event, err error) {
 // peerSink sends contents to the target's executor, which reads them in the arena: from a
 // window of chunks, or where they are.
 type peerSink struct {
-	s    *session
-	conn net.Conn
-	unif bool
-	asks bool // the target has requested the position of the window
-	next uint64
-	used int
-	fly  []bool // for each batch in progress: it uses a chunk of the window
+	s     *session
+	conn  net.Conn
+	unif  bool
+	asks  bool // the target is still to get the position of the window
+	wants bool // of a connection that stays: it is to get that in each export
+	next  uint64
+	used  int
+	fly   []bool // for each batch in progress: it uses a chunk of the window
 
 	sizes bool // the receiver needs the size in bytes of each piece
 	bytes bool // and the bytes themselves: it is on another host
 	stays bool // the connection is for later exports, too
+	ends  bool // the receiver is told when an export has ended
 	some  some // objects
 }
 
@@ -269,34 +271,52 @@ const (
 	helloUnified = 4
 	helloWindow  = 5
 	helloSizes   = 6 // it needs the size in bytes of each piece
+	helloStays   = 7 // the connection is for later exports, too
 )
 
 // sizesMark is the first word for a receiver that needs sizes. Each piece has a fifth word
-// then.
-const sizesMark = ^uint64(0)
+// then. endMark, in the place of a batch, ends an export over a connection that stays.
+const (
+	sizesMark = ^uint64(0)
+	endMark   = ^uint64(0) - 1
+)
 
+// dialPeer connects to the target of a swap within this host.
 func (s *session) dialPeer(path string) (*peerSink, error) {
-	conn, err := s.far.peer(path)
-	if conn == nil && err == nil {
-		conn, err = net.DialTimeout("unix", path, 10*time.Second)
-	}
+	conn, err := net.DialTimeout("unix", path, 10*time.Second)
 	if err != nil {
 		return nil, fmt.Errorf("reach the target executor: %w", err)
 	}
-	var hello [8]byte
-	if _, err := io.ReadFull(conn, hello[:]); err != nil || binary.LittleEndian.Uint32(hello[:]) != importMagic {
+	p, err := s.greeted(conn)
+	if err != nil {
 		conn.Close()
-		return nil, fmt.Errorf("target executor at %s does not greet: %w", path, errors.Join(err, errHostile))
+		return nil, fmt.Errorf("target executor at %s: %w", path, err)
 	}
-	p := &peerSink{s: s, conn: conn, unif: hello[helloUnified] != 0, asks: hello[helloWindow] != 0}
-	p.sizes, p.bytes = hello[helloSizes] != 0, s.far != nil
-	if p.sizes {
-		if _, err := conn.Write(binary.LittleEndian.AppendUint64(nil, sizesMark)); err != nil {
-			conn.Close()
-			return nil, fmt.Errorf("target executor: %w", err)
-		}
-	}
+	p.stays = false
 	return p, nil
+}
+
+// greeted reads how the target begins.
+func (s *session) greeted(conn net.Conn) (*peerSink, error) {
+	var hello [8]byte
+	_ = conn.SetReadDeadline(time.Now().Add(remote.GreetTimeout))
+	if _, err := io.ReadFull(conn, hello[:]); err != nil || binary.LittleEndian.Uint32(hello[:]) != importMagic {
+		return nil, fmt.Errorf("it does not greet: %w", errors.Join(err, errHostile))
+	}
+	_ = conn.SetReadDeadline(time.Time{})
+	p := &peerSink{s: s, conn: conn, unif: hello[helloUnified] != 0, asks: hello[helloWindow] != 0, sizes: hello[helloSizes] != 0, stays: hello[helloStays] != 0}
+	return p, p.begin()
+}
+
+// begin tells a receiver that needs sizes that it gets them.
+func (p *peerSink) begin() error {
+	if !p.sizes {
+		return nil
+	}
+	if _, err := p.conn.Write(binary.LittleEndian.AppendUint64(nil, sizesMark)); err != nil {
+		return fmt.Errorf("target executor: %w", err)
+	}
+	return nil
 }
 
 // knows implements sink. The target would lose an object that is newer than its graph.
@@ -429,6 +449,12 @@ func (p *peerSink) close() error {
 		if err := p.ack(); err != nil {
 			return err
 		}
+	}
+	if !p.ends {
+		return nil
+	}
+	if _, err := p.conn.Write(binary.LittleEndian.AppendUint64(nil, endMark)); err != nil {
+		return fmt.Errorf("target executor: %w", err)
 	}
 	return nil
 }

@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
@@ -30,7 +31,7 @@ type farEnd struct {
 
 	commands, bulk *link.Stream
 	chunks         [remote.ChunkStreams]*link.Stream
-	exports        chan net.Conn // for contents that leave
+	home           *outlet // for contents that go to the carrier's host
 	fetches        *fetches
 	state          farState
 
@@ -54,7 +55,7 @@ func newFarEnd(ctx context.Context, ring, arena *shm.Region, hello remote.Hello,
 	}
 	f := &farEnd{
 		Ring: q, region: ring, arena: arena, feed: shm.NewFeeder(ring), log: log, hello: hello, ctx: ctx,
-		exports: make(chan net.Conn, 1), fetches: newFetches(), answers: map[*link.Stream]*syncAnswer{},
+		home: newOutlet(), fetches: newFetches(), answers: map[*link.Stream]*syncAnswer{},
 	}
 	f.changed = sync.NewCond(&f.mu)
 	for i := range f.lanes {
@@ -136,8 +137,44 @@ func (f *farEnd) command(fr link.Frame) error {
 
 // syncAnswer is what is still to be answered on a stream to the carrier's KindSync.
 type syncAnswer struct {
+	asked   uint64 // the newest question
 	head    []byte // of the newest question; nil: it is answered
 	sending bool
+}
+
+// awaitAsked waits until all has come that the carrier had sent before its question n, which it
+// asks on so many streams. It returns those.
+func (f *farEnd) awaitAsked(ctx context.Context, n uint64, streams uint32) (on []*link.Stream, err error) {
+	if f == nil || n == 0 {
+		return nil, nil
+	}
+	defer f.wakenBy(ctx)()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for {
+		on = on[:0]
+		for st, a := range f.answers {
+			if a.asked >= n {
+				on = append(on, st)
+			}
+		}
+		switch {
+		case len(on) >= int(streams):
+			return on, nil
+		case ctx.Err() != nil || f.ctx.Err() != nil:
+			return nil, fmt.Errorf("what the carrier had sent before has come on %d of %d streams: %w", len(on), streams, errors.Join(ctx.Err(), f.ctx.Err()))
+		}
+		f.changed.Wait()
+	}
+}
+
+// wakenBy makes the end of a context wake who waits for a change.
+func (f *farEnd) wakenBy(ctx context.Context) (stop func() bool) {
+	return context.AfterFunc(ctx, func() {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.changed.Broadcast()
+	})
 }
 
 // sayDone answers a question without waiting for the stream. The answer to the newest is one
@@ -151,6 +188,11 @@ func (f *farEnd) sayDone(st *link.Stream, head []byte) {
 		f.answers[st] = a
 	}
 	a.head = append([]byte{}, head...)
+	var n uint64
+	if remote.ParseWords(head, &n) == nil {
+		a.asked = max(a.asked, n)
+		f.changed.Broadcast()
+	}
 	if a.sending {
 		return
 	}
@@ -195,12 +237,7 @@ func (f *farEnd) sync(ctx context.Context) error {
 	n := f.syncedWant
 	f.mu.Unlock()
 	f.say(remote.KindSync, n)
-	stop := context.AfterFunc(ctx, func() {
-		f.mu.Lock()
-		defer f.mu.Unlock()
-		f.changed.Broadcast()
-	})
-	defer stop()
+	defer f.wakenBy(ctx)()
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for f.synced < n && ctx.Err() == nil && f.ctx.Err() == nil {
@@ -228,7 +265,7 @@ func (f *farEnd) own(ctx context.Context, s *session) error {
 		return nil
 	}
 	s.mu.Lock()
-	s.tellMaps()
+	told := s.tellMaps()
 	var need []remote.Block
 	for _, p := range s.parked {
 		if x := s.reads(p); x.Row != 0 {
@@ -242,16 +279,19 @@ func (f *farEnd) own(ctx context.Context, s *session) error {
 		}
 		f.send(f.commands, remote.KindNeed, need[i].Append(nil), nil)
 	}
-	if err := f.sync(ctx); err != nil {
-		return err
+	// The carrier has to know of mappings before it reads requests.
+	if told || len(need) > 0 {
+		if err := f.sync(ctx); err != nil {
+			return err
+		}
 	}
 	f.SetOwner(f.hello.Generation)
 	return nil
 }
 
-// tellMaps tells a new carrier of the mappings that there are. Those that parked commands are
-// to show will come.
-func (s *session) tellMaps() {
+// tellMaps tells a new carrier of the mappings that there are, and reports whether there are any.
+// Those that parked commands are to show will come.
+func (s *session) tellMaps() (told bool) {
 	for _, p := range s.parked {
 		object, id, ok := maps(p.op, p.body)
 		if !ok {
@@ -265,9 +305,11 @@ func (s *session) tellMaps() {
 		if m, ok := o.(*mem); ok {
 			for _, mp := range m.maps {
 				s.mapped(m, mp)
+				told = true
 			}
 		}
 	})
+	return told
 }
 
 // reads returns what a parked request will read in the arena.
@@ -318,22 +360,35 @@ func (s *session) mapped(m *mem, mp *mapping) {
 	s.far.post(remote.KindMapped, x.Append(nil), nil)
 }
 
-// peer returns the connection to the target of a swap, which the carrier has made.
-func (f *farEnd) peer(name string) (net.Conn, error) {
-	if f == nil {
-		return nil, nil
+// exportHome sends contents through the carrier to the target of a swap, over a connection that
+// the carrier has made.
+func (f *farEnd) exportHome(ctx context.Context, s *session, m *gpuctlv1.ExportRequest, report progress) error {
+	u := outletUse{name: remote.ExportPeer, greet: s.greetHome}
+	switch m.Peer {
+	case remote.ExportPeer:
+		u.anew, u.patience = true, remote.GreetTimeout
+	case remote.ExportKept:
+	default:
+		return fmt.Errorf("export to %q: %w", m.Peer, ErrState)
 	}
-	if name != remote.ExportPeer {
-		return nil, fmt.Errorf("export to %q: %w", name, ErrState)
+	return f.home.use(ctx, u, func(p *peerSink) error {
+		// Each target of the same connection is told anew where the window is.
+		p.some, p.asks = allObjects, p.wants
+		if m.Mapped && m.Final {
+			p.some = mappedOnly
+			return s.export(ctx, "", false, true, p, report)
+		}
+		return s.export(ctx, remote.ExportPeer, m.All, m.Final, p, report)
+	})
+}
+
+func (s *session) greetHome(conn net.Conn) (*peerSink, error) {
+	p, err := s.greeted(conn)
+	if err != nil {
+		return nil, fmt.Errorf("the carrier: %w", err)
 	}
-	select {
-	case c := <-f.exports:
-		return c, nil
-	case <-time.After(remote.GreetTimeout):
-		return nil, fmt.Errorf("no connection for contents has come: %w", ErrState)
-	case <-f.ctx.Done():
-		return nil, f.ctx.Err()
-	}
+	p.bytes, p.ends, p.wants = true, p.stays, p.asks
+	return p, nil
 }
 
 // Reply implements transport.

@@ -8,7 +8,6 @@ import (
 	"io"
 	"net"
 	"sync"
-	"time"
 	"unsafe"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
@@ -24,111 +23,31 @@ import (
 // fetches are the connections of a far executor with others. A source has out, a target has
 // in.
 type fetches struct {
-	mu   sync.Mutex
-	name string        // of the fetch
-	out  net.Conn      // nil: none has come, or it has ended
-	sink *peerSink     // over out, when it has greeted
-	came chan struct{} // something has changed
+	out *outlet
 
+	mu   sync.Mutex
 	in   net.Conn
 	done chan struct{} // closed when nothing is taken from in any more
 	over bool          // nothing is fetched any more
 }
 
-func newFetches() *fetches { return &fetches{came: make(chan struct{}, 1)} }
-
-// offer gives a source a connection. It takes the place of an earlier one.
-func (x *fetches) offer(name string, conn net.Conn) {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	x.closeOut()
-	x.name, x.out = name, conn
-	select {
-	case x.came <- struct{}{}:
-	default:
-	}
-}
-
-// closeOut is called with x.mu.
-func (x *fetches) closeOut() {
-	if x.out != nil {
-		x.out.Close()
-	}
-	x.name, x.out, x.sink = "", nil, nil
-}
-
-// drop ends what is sent.
-func (x *fetches) drop() {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	x.closeOut()
-}
-
-// await returns the connection of a fetch, which may still be on its way.
-func (x *fetches) await(ctx context.Context, name string) (net.Conn, *peerSink, error) {
-	late := time.NewTimer(remote.GreetTimeout)
-	defer late.Stop()
-	for {
-		x.mu.Lock()
-		conn, sink, is := x.out, x.sink, x.name
-		x.mu.Unlock()
-		if conn != nil && is == name {
-			return conn, sink, nil
-		}
-		select {
-		case <-x.came:
-		case <-late.C:
-			return nil, nil, fmt.Errorf("the other far executor has not come within %v: %w", remote.GreetTimeout, ErrState)
-		case <-ctx.Done():
-			return nil, nil, ctx.Err()
-		}
-	}
-}
+func newFetches() *fetches { return &fetches{out: newOutlet()} }
 
 // export sends to the far executor that fetches what is not mapped and has changed since the
 // last time. After an error the connection is of no more use.
 func (x *fetches) export(ctx context.Context, s *session, name string, all, final bool, report progress) error {
-	conn, p, err := x.await(ctx, name)
-	if err != nil {
-		return err
-	}
-	defer context.AfterFunc(ctx, func() { conn.Close() })()
-	if p == nil {
-		if p, err = s.greetStraight(conn); err != nil {
-			x.settle(conn, nil)
-			return err
-		}
-		x.settle(conn, p)
-	}
-	if err := s.export(ctx, "fetch:"+name, all, final, p, report); err != nil {
-		x.settle(conn, nil)
-		return err
-	}
-	return nil
-}
-
-// settle keeps what sends over a connection for the next export; nil: the connection is of no
-// use any more. Another one may have taken its place.
-func (x *fetches) settle(conn net.Conn, p *peerSink) {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	switch {
-	case x.out != conn:
-		conn.Close()
-	case p == nil:
-		x.closeOut()
-	default:
-		x.sink = p
-	}
+	return x.out.use(ctx, outletUse{name: name, patience: remote.GreetTimeout, greet: s.greetStraight}, func(p *peerSink) error {
+		return s.export(ctx, "fetch:"+name, all, final, p, report)
+	})
 }
 
 func (s *session) greetStraight(conn net.Conn) (*peerSink, error) {
-	var hello [8]byte
-	_ = conn.SetReadDeadline(time.Now().Add(remote.GreetTimeout))
-	if _, err := io.ReadFull(conn, hello[:]); err != nil || binary.LittleEndian.Uint32(hello[:]) != importMagic {
-		return nil, fmt.Errorf("the other far executor does not greet: %w", errors.Join(err, errHostile))
+	p, err := s.greeted(conn)
+	if err != nil {
+		return nil, fmt.Errorf("the other far executor: %w", err)
 	}
-	return &peerSink{s: s, conn: conn, sizes: true, bytes: true, stays: true, some: unmapped}, nil
+	p.unif, p.asks, p.sizes, p.bytes, p.stays, p.some = false, false, true, true, true, unmapped
+	return p, nil
 }
 
 // begin makes a target take what comes on conn, until end.
@@ -170,10 +89,11 @@ func (f *farEnd) endFetch() {
 	}
 }
 
-// dropFetch is drop for any executor.
-func (f *farEnd) dropFetch() {
+// dropOutlets ends what is sent on connections that are kept, of any executor.
+func (f *farEnd) dropOutlets() {
 	if f != nil {
-		f.fetches.drop()
+		f.fetches.out.drop()
+		f.home.drop()
 	}
 }
 

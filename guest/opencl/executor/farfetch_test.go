@@ -56,11 +56,11 @@ func newApart(t *testing.T, unified bool) *apart {
 	}
 	x.from.activate()
 	a, b := connected(t)
-	x.out.offer(fetchOf, a)
+	x.out.out.offer(fetchOf, a)
 	if err := x.in.begin(x.to, b); err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { x.out.drop(); x.in.end() })
+	t.Cleanup(func() { x.out.out.drop(); x.in.end() })
 	return x
 }
 
@@ -318,7 +318,7 @@ func TestSourceTakesTheFetchThatItWasToldOf(t *testing.T) {
 	s := c.executor(1)
 	x := newFetches()
 	a, b := connected(t)
-	x.offer("another", a)
+	x.out.offer("another", a)
 	ctx := testkit.Context(t)
 	early, cancel := context.WithCancel(ctx)
 	got := make(chan error, 1)
@@ -328,7 +328,7 @@ func TestSourceTakesTheFetchThatItWasToldOf(t *testing.T) {
 		t.Error("it went to another one")
 	}
 	a2, b2 := connected(t)
-	x.offer(fetchOf, a2)
+	x.out.offer(fetchOf, a2)
 	if n, err := b.Read(make([]byte, 1)); n != 0 || err == nil {
 		t.Error("the connection of an earlier fetch stays")
 	}

@@ -186,7 +186,7 @@ func (v *farServer) between(conn net.Conn, as remote.Handed) error {
 		c.Close()
 		return fmt.Errorf("no carrier has come, so there is nothing to fetch: %w", ErrState)
 	default:
-		v.s.far.fetches.offer(as.Name, c)
+		v.s.far.fetches.out.offer(as.Name, c)
 	}
 	return nil
 }
@@ -284,12 +284,7 @@ func (v *farServer) serve(a arrival) {
 			}
 		}()
 	case remote.Export:
-		select {
-		case old := <-far.exports: // its export was given up
-			old.Close()
-		default:
-		}
-		far.exports <- a.conn
+		far.home.offer(remote.ExportPeer, a.conn)
 	}
 }
 

@@ -61,7 +61,7 @@ func acknowledge(conn io.Writer, failed func(error)) (acks chan<- landing, end f
 
 // receive takes batches from one connection, and acknowledges each when its bytes are in
 // the device. Batches overlap. A piece has size bytes: 32, or 40 if the bytes themselves
-// follow the batch, from another host.
+// follow the batch, from another host, which may use the connection for several exports.
 func (s *session) receive(conn io.ReadWriter, size int) error {
 	hello := binary.LittleEndian.AppendUint32(nil, importMagic)
 	hello = append(hello, 0, 0, 0, 0)
@@ -70,6 +70,9 @@ func (s *session) receive(conn io.ReadWriter, size int) error {
 	}
 	if s.pins.wanted {
 		hello[helloWindow] = 1
+	}
+	if size == 40 {
+		hello[helloStays] = 1
 	}
 	if _, err := conn.Write(hello); err != nil {
 		return err
@@ -90,7 +93,6 @@ func (s *session) receive(conn io.ReadWriter, size int) error {
 		}
 		n := binary.LittleEndian.Uint64(head[:])
 		if n == 0 && hello[helloWindow] != 0 {
-			hello[helloWindow] = 0 // only once
 			var at [24]byte
 			if _, err := io.ReadFull(from, at[:]); err != nil {
 				return err

@@ -267,9 +267,12 @@ func ParseMapping(b []byte, limit uint64) (m Mapping, err error) {
 	return m, err
 }
 
-// ExportPeer is the peer in an ExportRequest to a far executor: the connection that the
-// carrier has made for it.
-const ExportPeer = "carrier"
+// Peers in an ExportRequest to a far executor: a connection that the carrier has made for it,
+// or the one that it kept at the end of the last export.
+const (
+	ExportPeer = "carrier"
+	ExportKept = "kept"
+)
 
 // StateName is the file of an ExportRequest or LoadRequest to a far executor: a state that
 // the carrier gets, or has brought, on a connection of role State. That begins with a u64
