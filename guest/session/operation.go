@@ -227,7 +227,7 @@ func (op *operation) finish(err error, res *gpuctlv1.SwapResult) {
 	var refused *engine.RefusedError
 	switch {
 	case err == nil:
-		s.log.Info("operation done", "op", op.kind, "stopped", time.Duration(res.StoppedNs), stepTimes(res.Steps))
+		s.log.Info("operation done", "op", op.kind, "stopped", time.Duration(res.StoppedNs), "took", stepTimes(res.Steps))
 	case op.appEnded():
 		res.Ended, res.Error = true, errAppEnded.Error()
 		s.log.Info("operation ended with its application", "op", op.kind, "err", err)
@@ -278,12 +278,12 @@ func (op *operation) finish(err error, res *gpuctlv1.SwapResult) {
 }
 
 // stepTimes is for the log: how long each step took.
-func stepTimes(steps []*gpuctlv1.StepTime) slog.Attr {
-	var took []any
+func stepTimes(steps []*gpuctlv1.StepTime) slog.Value {
+	var took []slog.Attr
 	for _, t := range steps {
 		took = append(took, slog.Duration(t.Step, time.Duration(t.DurationNs)))
 	}
-	return slog.Group("took", took...)
+	return slog.GroupValue(took...)
 }
 
 // appEnded reports whether the application has ended. Then an error of the operation does

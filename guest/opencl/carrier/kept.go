@@ -86,7 +86,7 @@ func (c *carrier) passTaken(far *contentsConn, conn net.Conn) *taken {
 				far.Close()
 				conn.Close() // the source waits for nothing more
 				t.failed <- err
-				for range t.batches { //nolint:revive // whoever sends must not wait
+				for range t.batches { // whoever sends must not wait
 				}
 				return
 			}
