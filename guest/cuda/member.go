@@ -25,7 +25,7 @@ func (d Deadlines) withDefaults() Deadlines {
 			*v = to
 		}
 	}
-	set(&d.Look, 20*time.Second)
+	set(&d.Look, time.Minute) // without persistence mode, the driver wakes each GPU first, which takes seconds
 	set(&d.State, 10*time.Second)
 	set(&d.Slack, time.Minute)
 	if d.Rate == 0 {
