@@ -95,10 +95,10 @@ check:
 # long in one goroutine. The detector makes both ten times slower.
 ALONE = ./guest/cuda ./internal/timeshare ./mmio/mediate
 # The end-to-end tests of sessions follow on their own: they need the machine to themselves.
-# Most packages wait more than they compute.
+# Most packages wait more than they compute. "make check" vets, and nobody debugs what is linked here.
 AT_ONCE ?= $(shell echo $$((2 * $$(nproc))))
 unit:
-	CGO_ENABLED=1 $(GO) test -race -p $(AT_ONCE) -timeout $(LIMIT) $$($(GO) list $(PKGS) | grep -v -e /test/e2e -e /test/property -e /test/cluster -e /test/libvirt -e /test/migrate $(patsubst ./%,-e '/%$$',$(ALONE)))
+	CGO_ENABLED=1 $(GO) test -race -p $(AT_ONCE) -vet=off -ldflags=-w -timeout $(LIMIT) $$($(GO) list $(PKGS) | grep -v -e /test/e2e -e /test/property -e /test/cluster -e /test/libvirt -e /test/migrate $(patsubst ./%,-e '/%$$',$(ALONE)))
 	CGO_ENABLED=1 $(GO) test -race -timeout $(LIMIT) -run VCPUs ./mmio/mediate
 	$(GO) test -timeout $(LIMIT) $(ALONE)
 
