@@ -85,6 +85,42 @@ func TestDaemonThatIsBusyKeepsItsSocket(t *testing.T) {
 	}
 }
 
+func TestOnlyOneOfSeveralDaemonsTakesADeadSocket(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "s")
+	for range 50 {
+		fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(unix.Bind(fd, &unix.SockaddrUnix{Name: path}), unix.Close(fd)); err != nil {
+			t.Fatal(err)
+		}
+		taken := make(chan *net.UnixListener)
+		for range 8 {
+			go func() {
+				l, err := Listen(path)
+				if err != nil {
+					l = nil
+				}
+				taken <- l
+			}()
+		}
+		var all []*net.UnixListener
+		for range 8 {
+			if l := <-taken; l != nil {
+				all = append(all, l)
+			}
+		}
+		if len(all) != 1 || !Answers(path) {
+			t.Errorf("%d listen; the socket answers: %v", len(all), Answers(path))
+		}
+		for _, l := range all {
+			_ = l.Close()
+		}
+		_ = os.Remove(path)
+	}
+}
+
 func TestMakeRefusesWhatOthersCanWrite(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "d")
 	if err := Make(dir); err != nil {
