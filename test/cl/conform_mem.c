@@ -389,24 +389,40 @@ CASE(map_buffer) {
     OK(clReleaseMemObject(a));
 }
 
+static void unmapped_at_once(cl_kernel late, cl_mem a, size_t n) {
+    static unsigned char w[1 << 18];
+    for (int r = 1; r < 6; r++) {
+        cl_uchar v = (cl_uchar)(r * 11);
+        size_t one = 1, wrong = 0;
+        void *p;
+        OK(clEnqueueNDRangeKernel(Q, late, 1, NULL, &one, NULL, 0, NULL, NULL));
+        OK(clEnqueueFillBuffer(Q, a, &v, 1, 0, n, 0, NULL, NULL));
+        MK(p, clEnqueueMapBuffer(Q, a, CL_FALSE, CL_MAP_READ | CL_MAP_WRITE, 0, n, 0, NULL, NULL, &E));
+        OK(clEnqueueUnmapMemObject(Q, a, p, 0, NULL, NULL));
+        OK(clEnqueueReadBuffer(Q, a, CL_TRUE, 0, n, w, 0, NULL, NULL));
+        for (size_t i = 0; i < n; i++)
+            wrong += w[i] != v;
+        T(!wrong);
+    }
+}
+
 CASE(unmap_at_once) {
     /* The application has no time to write, nor to see the region: the content stays. */
     enum { N = 1 << 18 };
-    static unsigned char w[N];
+    static unsigned char host[N];
+    cl_kernel late = kernel1("kernel void late(global int *a) { int x = a[0]; for (int i = 0; i < 2000000; i++) x = x * 5 + i; a[0] = x; }", "late");
+    cl_mem b = buffer(CL_MEM_READ_WRITE, 4, NULL);
+    arg_mem(late, 0, b);
     for (size_t n = 1000; n <= N; n += N - 1000) {
         cl_mem a = buffer(CL_MEM_READ_WRITE, n, NULL);
-        for (int r = 1; r < 6; r++) {
-            cl_uchar v = (cl_uchar)(r * 11);
-            void *p;
-            OK(clEnqueueFillBuffer(Q, a, &v, 1, 0, n, 0, NULL, NULL));
-            MK(p, clEnqueueMapBuffer(Q, a, CL_FALSE, CL_MAP_READ | CL_MAP_WRITE, 0, n, 0, NULL, NULL, &E));
-            OK(clEnqueueUnmapMemObject(Q, a, p, 0, NULL, NULL));
-            OK(clEnqueueReadBuffer(Q, a, CL_TRUE, 0, n, w, 0, NULL, NULL));
-            for (size_t i = 0; i < n; i++)
-                T(w[i] == v);
-        }
+        unmapped_at_once(late, a, n);
+        OK(clReleaseMemObject(a));
+        a = buffer(CL_MEM_READ_WRITE | CL_MEM_USE_HOST_PTR, n, host);
+        unmapped_at_once(late, a, n);
         OK(clReleaseMemObject(a));
     }
+    OK(clReleaseMemObject(b));
+    OK(clReleaseKernel(late));
 }
 
 CASE(unmap_waits_for_user_event) {

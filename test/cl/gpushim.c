@@ -8,6 +8,7 @@
  * a machine without a GPU can test what only such cards do:
  *  - a buffer over memory of the host (CL_MEM_USE_HOST_PTR) is a copy of it and never sees later writes;
  *  - new memory is full of rubbish, as a card's is, and not of zeros;
+ *  - a write of little data takes it when it is enqueued, and not when its turn has come, unless it is pinned;
  *  - such a buffer "pins" the host's pages as a driver does: a transfer from or to memory that was pinned uses the pages
  *    that were there then. If they have been taken away meanwhile, a card would move bytes that nobody sees any more;
  *    the shim says so and ends the process.
@@ -56,6 +57,7 @@ static cl_int CL_API_CALL device_info(cl_device_id d, cl_device_info param, size
 
 #define PAGE 4096u
 #define RUBBISH 0xdb
+#define EARLY (64u << 10) /* bytes that a write takes when it is enqueued, as NVIDIA's driver does */
 
 /* A range of the host's memory that a live buffer pins. Its twin is a second mapping of the same pages that nobody uses: a page
  * that is taken away from the file leaves all mappings, and never comes back into this one. */
@@ -161,6 +163,16 @@ static void check(const void *host, size_t size)
 	pthread_mutex_unlock(&lock);
 }
 
+static bool is_pinned(const void *host, size_t size)
+{
+	bool found = false;
+	pthread_mutex_lock(&lock);
+	for (struct pin *p = pins; p && !found; p = p->next)
+		found = (uintptr_t)host < p->from + p->pages * PAGE && (uintptr_t)host + size > p->from;
+	pthread_mutex_unlock(&lock);
+	return found;
+}
+
 static cl_mem CL_API_CALL create_buffer(cl_context c, cl_mem_flags flags, size_t size, void *host, cl_int *err)
 {
 	if (flags & CL_MEM_USE_HOST_PTR && host) {
@@ -198,11 +210,41 @@ static cl_int CL_API_CALL read_buffer(cl_command_queue q, cl_mem m, cl_bool bloc
 	return vendor.clEnqueueReadBuffer(q, m, block, off, n, p, nw, w, ev);
 }
 
+/* take copies what a write takes when it is enqueued; NULL: nothing. */
+static void *take(cl_bool block, const void *p, size_t n)
+{
+	if (block || !n || n > EARLY || is_pinned(p, n))
+		return NULL;
+	void *copy = malloc(n);
+	return copy ? memcpy(copy, p, n) : NULL;
+}
+
+static void CL_CALLBACK drop(cl_event e, cl_int status, void *copy)
+{
+	(void)e, (void)status;
+	free(copy);
+}
+
+/* taken has a copy freed when the command that writes it has ended. */
+static cl_int taken(cl_int err, void *copy, cl_event ev, bool own)
+{
+	if (err)
+		free(copy);
+	else if (copy)
+		vendor.clSetEventCallback(ev, CL_COMPLETE, drop, copy);
+	if (!err && own)
+		vendor.clReleaseEvent(ev);
+	return err;
+}
+
 static cl_int CL_API_CALL write_buffer(cl_command_queue q, cl_mem m, cl_bool block, size_t off, size_t n, const void *p, cl_uint nw,
 				       const cl_event *w, cl_event *ev)
 {
+	cl_event own = NULL, *to = ev ? ev : &own;
 	check(p, n);
-	return vendor.clEnqueueWriteBuffer(q, m, block, off, n, p, nw, w, ev);
+	void *copy = take(block, p, n);
+	cl_int err = vendor.clEnqueueWriteBuffer(q, m, block, off, n, copy ? copy : p, nw, w, to);
+	return taken(err, copy, *to, !ev);
 }
 
 static size_t image_bytes(cl_mem m, const size_t *region, size_t row, size_t slice)
@@ -226,8 +268,12 @@ static cl_int CL_API_CALL read_image(cl_command_queue q, cl_mem m, cl_bool block
 static cl_int CL_API_CALL write_image(cl_command_queue q, cl_mem m, cl_bool block, const size_t *o, const size_t *r, size_t row,
 				      size_t slice, const void *p, cl_uint nw, const cl_event *w, cl_event *ev)
 {
-	check(p, image_bytes(m, r, row, slice));
-	return vendor.clEnqueueWriteImage(q, m, block, o, r, row, slice, p, nw, w, ev);
+	cl_event own = NULL, *to = ev ? ev : &own;
+	size_t n = image_bytes(m, r, row, slice);
+	check(p, n);
+	void *copy = take(block, p, n);
+	cl_int err = vendor.clEnqueueWriteImage(q, m, block, o, r, row, slice, copy ? copy : p, nw, w, to);
+	return taken(err, copy, *to, !ev);
 }
 
 /* ---- kernels that take their time */

@@ -442,7 +442,7 @@ func (r *runner) check(ctx context.Context, script string) error {
 	want, err := r.run(ctx, script, false)
 	if wrong := errors.Join(err, unexpected(want)); wrong != nil {
 		if native, err := r.natively(ctx, script); err != nil || unexpected(native) != nil {
-			return errVendor
+			return fmt.Errorf("%w: %w, through gpuctl: %w", errVendor, errors.Join(err, unexpected(native)), wrong)
 		}
 		return fmt.Errorf("undisturbed: %w\n%s", wrong, want)
 	}
@@ -546,6 +546,10 @@ func TestRegressions(t *testing.T) {
 	if one := os.Getenv("GPUCTL_PROPERTY_SCRIPT"); one != "" {
 		files = []string{one}
 	}
+	memory, err := rig.TestMemory()
+	if err != nil {
+		t.Fatal(err)
+	}
 	r := start(t)
 	for _, f := range files {
 		t.Run(filepath.Base(f), func(t *testing.T) {
@@ -553,7 +557,10 @@ func TestRegressions(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if err := r.check(t.Context(), string(b)); err != nil {
+			switch err := r.check(t.Context(), string(b)); {
+			case errors.Is(err, errVendor) && memory == rig.Cards: // they were found on PoCL
+				t.Skip(err)
+			case err != nil:
 				t.Errorf("%v\nhostd: %s\ngpuguest: %s", err, tail(r.Log(), 3000), tail(r.GuestLog(), 3000))
 			}
 		})

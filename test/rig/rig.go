@@ -39,8 +39,12 @@ const (
 	Unified  Memory = "unified"  // the device computes in the host's memory
 	Discrete Memory = "discrete" // it has memory of its own, as cards have: test/cl/gpushim.c
 	Mixed    Memory = "mixed"    // Basic is discrete and Pthread unified
+	Cards    Memory = "cards"    // Basic and Pthread are two cards that have a driver, Oclgrind is PoCL
 
 	MemoryVariable = "GPUCTL_TEST_MEMORY"
+
+	// CardsVariable names the driver's OpenCL library.
+	CardsVariable = "GPUCTL_TEST_CARDS"
 
 	// CarrierVariable makes every GPU of a rig a remote one, over loopback: see
 	// test/rig/carried for its values.
@@ -54,8 +58,13 @@ func TestMemory() (Memory, error) {
 		return Unified, nil
 	case Unified, Discrete, Mixed:
 		return m, nil
+	case Cards:
+		if os.Getenv(CardsVariable) == "" {
+			return "", fmt.Errorf("%s is %s, and %s names no library", MemoryVariable, m, CardsVariable)
+		}
+		return m, nil
 	default:
-		return "", fmt.Errorf("%s is %q, not %s, %s or %s", MemoryVariable, m, Unified, Discrete, Mixed)
+		return "", fmt.Errorf("%s is %q, not %s, %s, %s or %s", MemoryVariable, m, Unified, Discrete, Mixed, Cards)
 	}
 }
 
@@ -67,18 +76,24 @@ func shim(root string) (library, env string) {
 // Config declares the three GPUs above with that kind of memory, and a virtual
 // device that says GPU.
 func Config(root string, m Memory) string {
-	unified := "runtime: pocl"
-	library, env := shim(root)
-	discrete := "library: " + library
-	basic, pthread, basicEnv, pthreadEnv := unified, unified, "", ""
-	name, value, _ := strings.Cut(env, "=")
-	more := ", " + name + ": " + value
-	switch m {
-	case Discrete:
-		basic, pthread, basicEnv, pthreadEnv = discrete, discrete, more, more
-	case Mixed:
-		basic, basicEnv = discrete, more
-	case Unified:
+	pocl := func(device string, gib int, discrete bool) string {
+		runtime, more := "runtime: pocl", ""
+		if discrete {
+			library, env := shim(root)
+			name, value, _ := strings.Cut(env, "=")
+			runtime, more = "library: "+library, ", "+name+": "+value
+		}
+		return fmt.Sprintf(`%s
+    env: {POCL_DEVICES: %s, POCL_MEMORY_LIMIT: "%d"%s}
+    model: PoCL %[2]s %[3]d GiB`, runtime, device, gib, more)
+	}
+	basic, pthread := pocl("basic", 1, m == Discrete || m == Mixed), pocl("pthread", 4, m == Discrete)
+	third := "library: " + OclgrindLibrary + "\n    model: Oclgrind 128 MiB"
+	if m == Cards {
+		card := func(i int) string {
+			return fmt.Sprintf("library: %s\n    devices: [%d]\n    model: card %[2]d", os.Getenv(CardsVariable), i)
+		}
+		basic, pthread, third = card(0), card(1), pthread
 	}
 	return `version: 1
 discover: false
@@ -88,18 +103,15 @@ virtualDevice:
 gpus:
   - id: ` + Basic + `
     ` + basic + `
-    env: {POCL_DEVICES: basic, POCL_MEMORY_LIMIT: "1"` + basicEnv + `}
-    model: PoCL basic 1 GiB
   - id: ` + Pthread + `
     ` + pthread + `
-    env: {POCL_DEVICES: pthread, POCL_MEMORY_LIMIT: "4"` + pthreadEnv + `}
-    model: PoCL pthread 4 GiB
   - id: ` + Oclgrind + `
-    library: ` + OclgrindLibrary + `
-    model: Oclgrind 128 MiB
+    ` + third + `
 models:
   - {name: PoCL pthread 4 GiB, rank: 3}
+  - {name: card 1, rank: 3}
   - {name: PoCL basic 1 GiB, rank: 2}
+  - {name: card 0, rank: 2}
   - {name: Oclgrind 128 MiB, rank: 1}
 `
 }
@@ -108,6 +120,9 @@ models:
 // itself, without gpuctl. dir takes the folder of the ICD file.
 func Native(dir, gpu string) ([]string, error) {
 	library, env := "libpocl.so.2", []string(nil)
+	if cards := os.Getenv(CardsVariable); cards != "" && gpu != Oclgrind {
+		return Vendor(filepath.Join(dir, "native-cards"), cards, nil)
+	}
 	switch gpu {
 	case Basic:
 		env = []string{"POCL_DEVICES=basic", "POCL_MEMORY_LIMIT=1"}

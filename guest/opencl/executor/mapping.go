@@ -157,7 +157,8 @@ func (s *session) mapBuffer(c call, r *wire.MapBuffer) (outcome, error) {
 			return x.marker(), nil
 		}
 		s.showsMap(x, m, mp)
-		return cl.EnqueueReadBuffer(x.q.vendor, m.vendor, false, r.Offset, r.Size, s.arena.Pointer(at), x.wait, x.out), nil
+		x.track()
+		return mp.readBy(x, cl.EnqueueReadBuffer(x.q.vendor, m.vendor, false, r.Offset, r.Size, s.arena.Pointer(at), x.wait, x.out)), nil
 	})
 }
 
@@ -200,8 +201,30 @@ func (s *session) mapImage(c call, r *wire.MapImage) (outcome, error) {
 		}
 		s.showsMap(x, m, mp)
 		rp, sp := m.transferPitches()
-		return cl.EnqueueReadImage(x.q.vendor, m.vendor, false, &o, &reg, rp, sp, s.arena.Pointer(at), x.wait, x.out), nil
+		x.track()
+		return mp.readBy(x, cl.EnqueueReadImage(x.q.vendor, m.vendor, false, &o, &reg, rp, sp, s.arena.Pointer(at), x.wait, x.out)), nil
 	})
+}
+
+// readBy keeps the event of the command that reads the mapping's content.
+func (mp *mapping) readBy(x *cmd, st cl.Status) cl.Status {
+	if st == cl.Success {
+		mp.reads = *x.out
+		cl.RetainEvent(mp.reads)
+	}
+	return st
+}
+
+// arrived reports whether the application can have written to the mapping: not before its
+// content is there. It may be asked once.
+func (mp *mapping) arrived() bool {
+	if mp.reads == 0 {
+		return true
+	}
+	status, st := cl.EventStatus(mp.reads)
+	cl.ReleaseEvent(mp.reads)
+	mp.reads = 0
+	return st == cl.Success && status == cl.Complete
 }
 
 // pixel returns where a pixel of the image is in the arena, and the pitches.
@@ -261,7 +284,9 @@ func (s *session) unmap(x *cmd, r *wire.Unmap) (cl.Status, error) {
 	}
 	delete(m.maps, r.Map)
 	root, base := m.hostRoot()
-	writes := mp.writes()
+	// Drivers take little data when a write of it is enqueued: of a region that is still to be
+	// read they would write what was there before.
+	writes := mp.arrived() && mp.writes()
 	if writes {
 		m.touch(mp.Offset, max(mp.Size, 1))
 	}

@@ -420,6 +420,9 @@ func (s *session) dropMem(m *mem) {
 		s.notifyDestroyed(m.callback, m.ctx)
 	}
 	delete(s.ghosts, m.ghost)
+	for _, mp := range m.maps { // never unmapped
+		mp.arrived()
+	}
 	s.dropVendorMem(m)
 	if p := m.parent; p != nil {
 		p.users--

@@ -316,7 +316,7 @@ static inline uint64_t gx_layout_bytes(const struct layout *l) { return l->width
 cl_int gx_pend_add(const struct layout *read, uint64_t off, uint64_t len, uint32_t *word); /* read NULL: only free the memory when done */
 void gx_pend_cancel(uint32_t word); /* the request was never sent */
 cl_int gx_pend_map(cl_mem mem, const struct map *m, cl_event ev);
-void gx_pend_forget(cl_mem mem, uint32_t map); /* map 0: all of mem */
+bool gx_pend_forget(cl_mem mem, uint32_t map); /* map 0: all of mem; reports whether one was not complete */
 void gx_map_in(const struct map *m);
 void gx_map_out(const struct map *m);
 bool gx_content_apart(uint64_t size); /* whether an object's first content of that size is written after the object is created */

@@ -327,10 +327,11 @@ cl_int gx_pend_map(cl_mem mem, const struct map *m, cl_event ev)
 	return p ? CL_SUCCESS : CL_OUT_OF_HOST_MEMORY;
 }
 
-void gx_pend_forget(cl_mem mem, uint32_t map)
+bool gx_pend_forget(cl_mem mem, uint32_t map)
 {
+	bool found = false;
 	if (!atomic_load(&S.npending))
-		return;
+		return false;
 	cl_event drop = NULL;
 	do {
 		drop = NULL;
@@ -342,9 +343,12 @@ void gx_pend_forget(cl_mem mem, uint32_t map)
 				break;
 			}
 		gx_lock_drop(&pend_lock);
-		if (drop)
+		if (drop) {
+			found = true;
 			gx_unlink(drop);
+		}
 	} while (drop);
+	return found;
 }
 
 void gx_reap_slow(unsigned max)

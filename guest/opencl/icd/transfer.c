@@ -448,8 +448,9 @@ CL_API_ENTRY cl_int CL_API_CALL clEnqueueUnmapMemObject(cl_command_queue q, cl_m
 	cl_int err = gx_cmd_event(&c, CL_COMMAND_UNMAP_MEM_OBJECT, event);
 	if (!err) {
 		if (p->host) {
-			gx_pend_forget(m, p->id);
-			if (p->flags & (CL_MAP_WRITE | CL_MAP_WRITE_INVALIDATE_REGION))
+			/* before its content is there, the application writes nothing to it */
+			bool seen = !gx_pend_forget(m, p->id);
+			if (seen && (p->flags & (CL_MAP_WRITE | CL_MAP_WRITE_INVALIDATE_REGION)))
 				gx_map_out(p);
 		}
 		err = post_unmap(&(struct gx_unmap){.queue = q->o.id, .mem = m->o.id, .map = p->id, .event = c.id, .wait = c.wait, .n_wait = c.nwait});
