@@ -17,7 +17,7 @@ STAMP := $(shell git rev-parse HEAD >/dev/null 2>&1 && echo -buildvcs=true || ec
 GOLANGCI = github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.12.2
 
 .DEFAULT_GOAL := build
-.PHONY: bad-network setup build programs binaries deb test test-loaded beside modes mixed check unit conform e2e cuda-e2e hosts-e2e cluster-e2e libvirt-e2e property demo cluster-demo remote-demo cuda-demo mmio-demo mutate-mmio bench fuzz fuzz-c chaos chaos-cluster soak-hostile soak-remote generate lint clean
+.PHONY: bad-network setup build programs binaries deb test test-loaded beside modes mode-unified mode-discrete mode-mixed mode-cuda mixed check unit conform e2e cuda-e2e hosts-e2e cluster-e2e libvirt-e2e property demo cluster-demo remote-demo cuda-demo mmio-demo mutate-mmio bench fuzz fuzz-c chaos chaos-cluster soak-hostile soak-remote generate lint clean
 
 setup:
 	@packaging/setup.sh
@@ -58,7 +58,7 @@ programs:
 	@$(MAKE) --no-print-directory -C test/cuda
 	CGO_ENABLED=1 $(GO) build -trimpath -o bin/gpuguest-carried ./test/rig/carried
 
-test: build check beside modes mixed cuda-e2e
+test: build check beside modes
 	@echo "all tests passed"
 
 # Those of hosts mostly wait, for elections, leases and guests that boot, and so do many unit tests.
@@ -69,10 +69,20 @@ hosts-e2e:
 	@bad=0; for t in cluster-e2e libvirt-e2e; do $(MAKE) --no-print-directory $$t || bad=1; done; exit $$bad
 
 # What swaps GPUs, on such as compute in the host's memory, and on such as have memory of their own, as cards have. "mixed" has both.
+# They mostly wait for each other, so all run at the same time, each line with its mode before it.
 MEMORY ?= unified discrete
 modes:
-	@set -e; for m in $(MEMORY); do echo "== conform, e2e, property: $$m memory"; \
-		GPUCTL_TEST_MEMORY=$$m $(MAKE) --no-print-directory conform e2e property; done
+	@$(MAKE) --no-print-directory -j4 $(addprefix mode-,$(MEMORY)) mode-mixed mode-cuda
+
+IN_MODE = 2>&1 | sed -u 's/^/$@: /'
+mode-unified mode-discrete: mode-%:
+	@set -o pipefail; { bad=0; for t in conform e2e property; do GPUCTL_TEST_MEMORY=$* $(MAKE) --no-print-directory $$t || bad=1; done; exit $$bad; } $(IN_MODE)
+
+mode-mixed:
+	@set -o pipefail; $(MAKE) --no-print-directory mixed $(IN_MODE)
+
+mode-cuda:
+	@set -o pipefail; $(MAKE) --no-print-directory cuda-e2e $(IN_MODE)
 
 # Swaps that fail, between a device of each kind.
 mixed:

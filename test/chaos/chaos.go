@@ -130,6 +130,13 @@ func (a *actor) one(ctx context.Context) error {
 			return ctx.Err()
 		case <-time.After(50 * time.Millisecond):
 		}
+		now, e := a.settled(ctx)
+		if e != nil {
+			return e
+		}
+		if (now.GetSuspendedTo() != "") != (kind == "resume") {
+			return nil // what was cancelled before has been done all the same
+		}
 		res, err = a.operate(opCtx, kind, to, fault, timeout)
 	}
 	what := kind

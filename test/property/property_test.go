@@ -182,7 +182,9 @@ func (r *runner) run(ctx context.Context, script string, swaps bool) (string, er
 			}
 			continue
 		}
-		out.WriteString(l + "\n")
+		if !early(l) {
+			out.WriteString(l + "\n")
+		}
 	}
 	close(queue)
 	ops.Wait()
@@ -379,7 +381,7 @@ func (r *runner) natively(ctx context.Context, script string) (string, error) {
 	out, err := cmd.Output()
 	var b strings.Builder
 	for l := range strings.Lines(string(out)) {
-		if !strings.HasPrefix(l, "paused ") && !strings.HasPrefix(l, "device ") {
+		if !strings.HasPrefix(l, "paused ") && !strings.HasPrefix(l, "device ") && !early(l) {
 			b.WriteString(l)
 		}
 	}
@@ -424,6 +426,12 @@ func differ(a, b string) string {
 
 // errVendor is returned for a script that the runtime fails to run natively too.
 var errVendor = errors.New("the vendor's runtime can't run it")
+
+// early reports whether a line says that a command began before the one before it had ended, as it
+// does now and then by the times of NVIDIA's driver.
+func early(l string) bool {
+	return os.Getenv(rig.MemoryVariable) == string(rig.Cards) && strings.HasSuffix(strings.TrimSpace(l), "starts before its predecessor")
+}
 
 // unexpected says what a valid script must not print.
 func unexpected(out string) error {

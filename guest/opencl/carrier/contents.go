@@ -366,10 +366,18 @@ func (c *carrier) exportHome(ctx context.Context, peer string, req *gpuctlv1.Exp
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	defer target.Close()
-	wg.Go(func() { _, _ = io.Copy(far, target) }) // what was taken
-	passed := make(chan error, 1)
+	passed, over := make(chan error, 1), make(chan struct{})
+	wg.Go(func() {
+		_, _ = io.Copy(far, target) // what was taken
+		select {
+		case <-over:
+		default: // the target is gone, which the far executor would learn when it has waited for a minute
+			far.Close()
+		}
+	})
 	wg.Go(func() {
 		err := c.passExport(far, target, sizes)
+		close(over)
 		stays = errors.Is(err, errEnd)
 		if err != nil && !stays {
 			far.Close()

@@ -1,6 +1,7 @@
 package carrier
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -90,6 +91,8 @@ func (k *controller) Describe(ctx context.Context, r *connect.Request[gpuctlv1.D
 	}
 	k.c.freezesAfter.Store(resp.Msg.FreezesAfter)
 	resp.Msg.Generation, resp.Msg.Active = k.c.cfg.Generation, k.c.active.Load()
+	// The application stands still as long as its requests are not read, whatever the far executor does.
+	resp.Msg.Frozen = resp.Msg.Frozen || resp.Msg.Active && k.c.gate.closed.Load()
 	if resp.Msg.Usage == nil {
 		resp.Msg.Usage = &gpuctlv1.Usage{}
 	}
@@ -241,21 +244,17 @@ func (k *controller) Thaw(ctx context.Context, r *connect.Request[gpuctlv1.ThawR
 
 func (c *carrier) thaw(ctx context.Context, r *connect.Request[gpuctlv1.ThawRequest]) (*connect.Response[gpuctlv1.ThawResponse], error) {
 	resp, err := unary(ctx, r, c.far.Thaw)
-	if err != nil {
-		return nil, err
+	// An error may mean that only the answer was lost.
+	d, derr := unary(ctx, connect.NewRequest(&gpuctlv1.DescribeRequest{}), c.far.Describe)
+	if derr != nil || d.Msg.Frozen {
+		return resp, cmp.Or(err, derr)
 	}
-	d, err := unary(ctx, connect.NewRequest(&gpuctlv1.DescribeRequest{}), c.far.Describe)
-	if err != nil {
-		return nil, err
-	}
-	if !d.Msg.Frozen {
-		c.dropState()
-		c.exports.drop()
-		_ = c.keepLate(nil)
-		c.frozen.Store(false)
-		c.gate.open()
-	}
-	return resp, nil
+	c.dropState()
+	c.exports.drop()
+	_ = c.keepLate(nil)
+	c.frozen.Store(false)
+	c.gate.open()
+	return connect.NewResponse(&gpuctlv1.ThawResponse{}), nil
 }
 
 // Send implements ExecutorService.
@@ -314,7 +313,11 @@ func (c *carrier) activate(ctx context.Context) error {
 		}
 	}
 	if _, err := unary(ctx, connect.NewRequest(&gpuctlv1.ActivateRequest{}), c.far.Activate); err != nil {
-		return err
+		// If only the answer was lost, the far executor serves the session, and nobody else may.
+		d, derr := unary(ctx, connect.NewRequest(&gpuctlv1.DescribeRequest{}), c.far.Describe)
+		if derr != nil || !d.Msg.Active {
+			return err
+		}
 	}
 	c.imports.drop()
 	c.ring.SetServing(c.cfg.Generation)

@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"hash/maphash"
+	"io"
 	"log/slog"
 	"net"
 	"sync"
@@ -281,6 +282,60 @@ func TestGuardOpensTheGateAfterAFreezeThatNobodyKnowsOf(t *testing.T) {
 	c.far = farStub{}
 	go c.guard()
 	testkit.Until(t, "the reader goes on", func() error { return testkit.Want(!c.gate.closed.Load(), "a closed gate") })
+}
+
+// lostThaw thaws, and its answer is lost.
+type lostThaw struct{ farStub }
+
+func (lostThaw) Thaw(context.Context, *connect.Request[gpuctlv1.ThawRequest]) (*connect.Response[gpuctlv1.ThawResponse], error) {
+	return nil, connect.NewError(connect.CodeUnavailable, io.ErrUnexpectedEOF)
+}
+
+// The application stands still as long as its requests are not read. Who looks after a freeze
+// that failed must see that, although the far executor runs.
+func TestClosedGateCountsAsFrozen(t *testing.T) {
+	c := newCarrier(t)
+	c.far = lostThaw{}
+	c.active.Store(true)
+	k := &controller{c: c}
+	frozen := func() bool {
+		t.Helper()
+		d, err := k.Describe(t.Context(), connect.NewRequest(&gpuctlv1.DescribeRequest{}))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return d.Msg.Frozen
+	}
+	if !frozen() {
+		t.Error("nobody reads the application's requests, and it counts as running")
+	}
+	c.frozen.Store(true)
+	if _, err := k.Thaw(t.Context(), connect.NewRequest(&gpuctlv1.ThawRequest{})); err != nil {
+		t.Errorf("the far executor runs, and the thaw fails: %v", err)
+	}
+	if frozen() || c.frozen.Load() {
+		t.Error("it has been thawed, and is frozen")
+	}
+}
+
+// lostActivate activates, and its answer is lost.
+type lostActivate struct{ farStub }
+
+func (lostActivate) Activate(context.Context, *connect.Request[gpuctlv1.ActivateRequest]) (*connect.Response[gpuctlv1.ActivateResponse], error) {
+	return nil, connect.NewError(connect.CodeUnavailable, io.ErrUnexpectedEOF)
+}
+
+func (lostActivate) Describe(context.Context, *connect.Request[gpuctlv1.DescribeRequest]) (*connect.Response[gpuctlv1.DescribeResponse], error) {
+	return connect.NewResponse(&gpuctlv1.DescribeResponse{Active: true}), nil
+}
+
+// A far executor that serves the session is not given up because its answer was lost.
+func TestActivationWhoseAnswerIsLostCounts(t *testing.T) {
+	c := newCarrier(t)
+	c.far = lostActivate{}
+	if err := c.activate(t.Context()); err != nil || !c.active.Load() {
+		t.Errorf("active: %v, %v", c.active.Load(), err)
+	}
 }
 
 // A freeze does not end while callbacks or text are on their way to the application: the

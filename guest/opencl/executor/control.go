@@ -132,6 +132,10 @@ func (c *controller) Prepare(_ context.Context, r *connect.Request[gpuctlv1.Prep
 func (c *controller) Export(ctx context.Context, r *connect.Request[gpuctlv1.ExportRequest], out *connect.ServerStream[gpuctlv1.Progress]) error {
 	c.op.Lock()
 	defer c.op.Unlock()
+	// The request may have waited for a long time. It must not take the connection of a later one.
+	if err := ctx.Err(); err != nil {
+		return err
+	}
 	s := c.s
 	defer s.does("contents are being read")()
 	m := r.Msg

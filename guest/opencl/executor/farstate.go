@@ -22,6 +22,8 @@ import (
 type farState struct {
 	mu sync.Mutex
 	f  *os.File
+
+	receives sync.Mutex // one at a time: each takes the memory that it says
 }
 
 // create makes a new, empty file.
@@ -123,6 +125,10 @@ func (x *farState) serve(conn net.Conn, s *session) error {
 		_, err = io.Copy(conn, io.NewSectionReader(f, 0, st.Size()))
 		return err
 	}
+	if !x.receives.TryLock() {
+		return fmt.Errorf("a second state comes beside another one: %w", errHostile)
+	}
+	defer x.receives.Unlock()
 	most, what := s.mostState()
 	if err := x.receive(conn, n, most, what); err != nil {
 		return err
