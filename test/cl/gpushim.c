@@ -57,7 +57,7 @@ static cl_int CL_API_CALL device_info(cl_device_id d, cl_device_info param, size
 
 #define PAGE 4096u
 #define RUBBISH 0xdb
-#define EARLY (64u << 10) /* bytes that a write takes when it is enqueued, as NVIDIA's driver does */
+#define EARLY (64u << 10) /* bytes that a write takes when it is enqueued; NVIDIA's driver does that with 1000, and not with 256 KiB */
 
 /* A range of the host's memory that a live buffer pins. Its twin is a second mapping of the same pages that nobody uses: a page
  * that is taken away from the file leaves all mappings, and never comes back into this one. */
