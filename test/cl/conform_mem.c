@@ -425,6 +425,44 @@ CASE(unmap_at_once) {
     OK(clReleaseKernel(late));
 }
 
+CASE(newer_read_of_the_same_memory) {
+    /* The first read is not waited for, and the last one has the last word. */
+    for (size_t n = 4; n <= 2 << 20; n = n == 4 ? 2 << 20 : n + 1) {
+        cl_mem a = buffer(CL_MEM_READ_WRITE, n, NULL);
+        unsigned char *x = calloc(1, n);
+        for (int r = 1; r < 6; r++) {
+            cl_uchar old = (cl_uchar)r, new = (cl_uchar)(r * 11);
+            OK(clEnqueueFillBuffer(Q, a, &old, 1, 0, n, 0, NULL, NULL));
+            OK(clEnqueueReadBuffer(Q, a, CL_FALSE, 0, n, x, 0, NULL, NULL));
+            OK(clEnqueueFillBuffer(Q, a, &new, 1, 0, n, 0, NULL, NULL));
+            OK(clEnqueueReadBuffer(Q, a, CL_TRUE, 0, n, x, 0, NULL, NULL));
+            T(x[0] == new && x[n - 1] == new);
+            OK(clFinish(Q));
+            T(x[0] == new && x[n - 1] == new);
+        }
+        free(x);
+        OK(clReleaseMemObject(a));
+    }
+}
+
+CASE(plane_of_a_volume) {
+    /* One row of each slice, and the slices lie apart. */
+    enum { X = 4096, Y = 8, Z = 512 };
+    unsigned char *v = malloc((size_t)X * Y * Z), *host = malloc((size_t)X * Y * Z);
+    fill_bytes(v, (size_t)X * Y * Z, 1);
+    size_t o[3] = {0}, reg[3] = {X, 1, Z}, wrong = 0;
+    cl_mem a = buffer(CL_MEM_READ_WRITE, (size_t)X * Y * Z, NULL);
+    OK(clEnqueueWriteBuffer(Q, a, CL_TRUE, 0, (size_t)X * Y * Z, v, 0, NULL, NULL));
+    memset(host, 7, (size_t)X * Y * Z);
+    OK(clEnqueueReadBufferRect(Q, a, CL_TRUE, o, o, reg, X, X * Y, X, X * Y, host, 0, NULL, NULL));
+    for (size_t i = 0; i < (size_t)X * Y * Z; i++)
+        wrong += host[i] != (i / X % Y ? 7 : v[i]);
+    T(!wrong);
+    OK(clReleaseMemObject(a));
+    free(v);
+    free(host);
+}
+
 CASE(unmap_waits_for_user_event) {
     /* It is asked for first, and the application writes before it lets it run. */
     enum { N = 1 << 18 };

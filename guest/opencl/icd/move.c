@@ -102,8 +102,8 @@ static void piece(const struct move *m, uint64_t pos, uint64_t n, uint8_t *tight
 	uint64_t row = m->l.width, slice = row * m->l.height;
 	while (n) {
 		uint64_t x = pos % row, part = row - x < n ? row - x : n;
-		if (m->l.row == row && (m->l.height == 1 || pos % slice + n <= slice))
-			part = n; /* rows without gaps, in one slice */
+		if (m->l.row == row && (m->l.slice == slice || pos % slice + n <= slice))
+			part = n; /* rows without gaps, in one slice or in slices without gaps */
 		if (m->l.height == 1 && m->l.depth == 1)
 			part = n;
 		uint8_t *host = m->l.host + pos / slice * m->l.slice + pos % slice / row * m->l.row + x;

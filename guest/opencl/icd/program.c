@@ -153,6 +153,8 @@ CL_API_ENTRY cl_program CL_API_CALL clCreateProgramWithBinary(cl_context c, cl_u
 		}
 	if (bad)
 		FAIL(CL_INVALID_BINARY);
+	if (n > c->ndev) /* one twice */
+		FAIL(CL_INVALID_VALUE);
 	cl_program p = new_program(c);
 	if (!p)
 		FAIL(CL_OUT_OF_HOST_MEMORY);
@@ -314,7 +316,7 @@ CL_API_ENTRY cl_program CL_API_CALL clLinkProgram(cl_context c, cl_uint n, const
 		FAIL(CL_INVALID_CONTEXT);
 	if ((!fn && user) || !ninputs || !inputs)
 		FAIL(CL_INVALID_VALUE);
-	cl_int err = check_devices(c->devs, c->ndev, n, devs, ids);
+	cl_int err = n > c->ndev ? CL_INVALID_VALUE : check_devices(c->devs, c->ndev, n, devs, ids);
 	if (err)
 		FAIL(err);
 	for (cl_uint i = 0; i < ninputs; i++)

@@ -47,7 +47,7 @@ static cl_int stage_begin(struct stage *s, const struct layout *l, bool write, b
 	}
 	s->off = s->len = 0;
 	s->mode = GX_DATA_BULK;
-	return gx_move_add(l, write, late, blocking, &s->pend);
+	return gx_move_add(l, write, late || gx_pend_reads(l), blocking, &s->pend);
 }
 
 static void stage_end(struct stage *s, const struct layout *l, bool write, bool blocking, cl_int err)
@@ -64,8 +64,10 @@ static void stage_end(struct stage *s, const struct layout *l, bool write, bool 
 			gx_pend_cancel(s->pend);
 		return;
 	}
-	if (!err && !write)
+	if (!err && !write) {
+		gx_reap(); /* what earlier reads have brought, maybe to the same place */
 		gx_unpack(l, S.arena + s->off);
+	}
 	gx_stage_free(s->off, s->len);
 }
 
