@@ -17,7 +17,7 @@ STAMP := $(shell git rev-parse HEAD >/dev/null 2>&1 && echo -buildvcs=true || ec
 GOLANGCI = github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.12.2
 
 .DEFAULT_GOAL := build
-.PHONY: bad-network setup build programs binaries deb test test-loaded beside modes mode-unified mode-discrete mode-mixed mode-cards mixed-beside cuda-beside mixed check unit conform e2e cuda-e2e hosts-e2e cluster-e2e libvirt-e2e property demo cluster-demo remote-demo cuda-demo mmio-demo mutate-mmio bench fuzz fuzz-c chaos chaos-cluster soak-hostile soak-remote generate lint clean
+.PHONY: bad-network setup build programs binaries deb test test-loaded beside modes mode-unified mode-discrete mode-mixed mode-cards mixed-beside cuda-e2e-beside mixed check unit conform e2e cuda-e2e hosts-e2e cluster-e2e libvirt-e2e property demo cluster-demo remote-demo cuda-demo mmio-demo mutate-mmio bench fuzz fuzz-c chaos chaos-cluster soak-hostile soak-remote generate lint clean
 
 setup:
 	@packaging/setup.sh
@@ -72,17 +72,14 @@ hosts-e2e:
 # They mostly wait for each other, so all run at the same time, each line with its mode before it.
 MEMORY ?= unified discrete
 modes:
-	@$(MAKE) --no-print-directory -j4 $(addprefix mode-,$(MEMORY)) mixed-beside cuda-beside
+	@$(MAKE) --no-print-directory -j4 $(addprefix mode-,$(MEMORY)) mixed-beside cuda-e2e-beside
 
 IN_MODE = 2>&1 | sed -u 's/^/$@: /'
 mode-unified mode-discrete mode-mixed mode-cards: mode-%:
 	@set -o pipefail; { bad=0; for t in conform e2e property; do GPUCTL_TEST_MEMORY=$* $(MAKE) --no-print-directory $$t || bad=1; done; exit $$bad; } $(IN_MODE)
 
-mixed-beside:
-	@set -o pipefail; $(MAKE) --no-print-directory mixed $(IN_MODE)
-
-cuda-beside:
-	@set -o pipefail; $(MAKE) --no-print-directory cuda-e2e $(IN_MODE)
+mixed-beside cuda-e2e-beside: %-beside:
+	@set -o pipefail; $(MAKE) --no-print-directory $* $(IN_MODE)
 
 # Swaps that fail, between a device of each kind.
 mixed:

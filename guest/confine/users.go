@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gpuctl/gpuctl/internal/rundir"
 )
 
 // Range is a range of user numbers and of the same group numbers. Each session gets one of
@@ -138,15 +140,10 @@ func (u *Users) lock() (unlock func(), err error) {
 	if err := os.Mkdir(u.Dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 		return nil, fmt.Errorf("users of sessions: %w", err)
 	}
-	d, err := os.Open(u.Dir)
-	if err != nil {
+	if unlock, err = rundir.Lock(u.Dir); err != nil {
 		return nil, fmt.Errorf("users of sessions: %w", err)
 	}
-	if err := unix.Flock(int(d.Fd()), unix.LOCK_EX); err != nil {
-		d.Close()
-		return nil, fmt.Errorf("users of sessions: lock %s: %w", u.Dir, err)
-	}
-	return func() { d.Close() }, nil
+	return unlock, nil
 }
 
 // free reports whether nobody has the user. If the user's folder is missing, because its

@@ -224,23 +224,23 @@ func owner(info fs.FileInfo) int {
 // listens. A socket that is in use is an error, and so is a name that is not a socket's.
 func Listen(path string) (*net.UnixListener, error) { return ListenMode(path, 0o600) }
 
-// lock has one process at a time look at the sockets of a folder and replace one: of two that
-// find a dead one, the second would remove the first's.
-func lock(dir string) (unlock func(), err error) {
+// Lock keeps others that lock a folder from it, until unlock is called or the process ends.
+func Lock(dir string) (unlock func(), err error) {
 	d, err := os.Open(dir)
 	if err != nil {
 		return nil, err
 	}
 	if err := unix.Flock(int(d.Fd()), unix.LOCK_EX); err != nil {
 		_ = d.Close()
-		return nil, fmt.Errorf("lock the folder: %w", err)
+		return nil, fmt.Errorf("lock %s: %w", dir, err)
 	}
 	return func() { _ = d.Close() }, nil
 }
 
 // ListenMode does the same for a socket of that mode.
 func ListenMode(path string, mode os.FileMode) (*net.UnixListener, error) {
-	unlock, err := lock(filepath.Dir(path))
+	// Of two daemons that find a dead socket, the second would remove the first's.
+	unlock, err := Lock(filepath.Dir(path))
 	if err != nil {
 		return nil, fmt.Errorf("socket %s: %w", path, err)
 	}

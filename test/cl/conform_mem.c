@@ -427,7 +427,9 @@ CASE(unmap_at_once) {
 
 CASE(newer_read_of_the_same_memory) {
     /* The first read is not waited for, and the last one has the last word. */
-    for (size_t n = 4; n <= 2 << 20; n = n == 4 ? 2 << 20 : n + 1) {
+    static const size_t sizes[] = {4, 2 << 20};
+    for (int i = 0; i < 2; i++) {
+        size_t n = sizes[i];
         cl_mem a = buffer(CL_MEM_READ_WRITE, n, NULL);
         unsigned char *x = calloc(1, n);
         for (int r = 1; r < 6; r++) {

@@ -226,14 +226,14 @@ static void CL_CALLBACK drop(cl_event e, cl_int status, void *copy)
 }
 
 /* taken has a copy freed when the command that writes it has ended. */
-static cl_int taken(cl_int err, void *copy, cl_event ev, bool own)
+static cl_int taken(cl_int err, void *copy, cl_event *ev, bool own)
 {
 	if (err)
 		free(copy);
 	else if (copy)
-		vendor.clSetEventCallback(ev, CL_COMPLETE, drop, copy);
+		vendor.clSetEventCallback(*ev, CL_COMPLETE, drop, copy);
 	if (!err && own)
-		vendor.clReleaseEvent(ev);
+		vendor.clReleaseEvent(*ev);
 	return err;
 }
 
@@ -243,8 +243,7 @@ static cl_int CL_API_CALL write_buffer(cl_command_queue q, cl_mem m, cl_bool blo
 	cl_event own = NULL, *to = ev ? ev : &own;
 	check(p, n);
 	void *copy = take(block, p, n);
-	cl_int err = vendor.clEnqueueWriteBuffer(q, m, block, off, n, copy ? copy : p, nw, w, to);
-	return taken(err, copy, *to, !ev);
+	return taken(vendor.clEnqueueWriteBuffer(q, m, block, off, n, copy ? copy : p, nw, w, to), copy, to, !ev);
 }
 
 static size_t image_bytes(cl_mem m, const size_t *region, size_t row, size_t slice)
@@ -272,8 +271,7 @@ static cl_int CL_API_CALL write_image(cl_command_queue q, cl_mem m, cl_bool bloc
 	size_t n = image_bytes(m, r, row, slice);
 	check(p, n);
 	void *copy = take(block, p, n);
-	cl_int err = vendor.clEnqueueWriteImage(q, m, block, o, r, row, slice, copy ? copy : p, nw, w, to);
-	return taken(err, copy, *to, !ev);
+	return taken(vendor.clEnqueueWriteImage(q, m, block, o, r, row, slice, copy ? copy : p, nw, w, to), copy, to, !ev);
 }
 
 /* ---- kernels that take their time */

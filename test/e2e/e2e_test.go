@@ -257,7 +257,7 @@ func TestConform(t *testing.T) {
 		t.Fatal(err)
 	}
 	profiles := map[string]string{rig.Pthread: "pocl-pthread", rig.Basic: "pocl-basic"}
-	if onCards(t) {
+	if memory == rig.Cards {
 		profiles = map[string]string{rig.Pthread: "nvidia-1", rig.Basic: "nvidia-0"}
 	}
 	for gpu, profile := range profiles {

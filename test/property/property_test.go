@@ -104,6 +104,7 @@ type runner struct {
 	files  int
 	ops    map[string]int
 	breaks bool // connections of contents break: an operation may fail without a fault of ours
+	cards  bool // the GPUs are cards
 }
 
 func start(t *testing.T) *runner {
@@ -113,13 +114,17 @@ func start(t *testing.T) *runner {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	memory, err := rig.TestMemory()
+	if err != nil {
+		t.Fatal(err)
+	}
 	r, err := rig.Start(t.Context(), rig.Options{Dir: dir, Env: []string{"GPUCTL_FAULTS=1"}})
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(r.Close)
 	return &runner{
-		Rig: r, ops: map[string]int{}, breaks: os.Getenv(rig.CarrierVariable) == "break",
+		Rig: r, ops: map[string]int{}, breaks: os.Getenv(rig.CarrierVariable) == "break", cards: memory == rig.Cards,
 		client: gpuctlv1connect.NewHostServiceClient(unixrpc.Client(filepath.Join(dir, "hostd.sock")), "http://hostd"),
 	}
 }
@@ -182,7 +187,7 @@ func (r *runner) run(ctx context.Context, script string, swaps bool) (string, er
 			}
 			continue
 		}
-		if !early(l) {
+		if !r.early(l) {
 			out.WriteString(l + "\n")
 		}
 	}
@@ -381,7 +386,7 @@ func (r *runner) natively(ctx context.Context, script string) (string, error) {
 	out, err := cmd.Output()
 	var b strings.Builder
 	for l := range strings.Lines(string(out)) {
-		if !strings.HasPrefix(l, "paused ") && !strings.HasPrefix(l, "device ") && !early(l) {
+		if !strings.HasPrefix(l, "paused ") && !strings.HasPrefix(l, "device ") && !r.early(l) {
 			b.WriteString(l)
 		}
 	}
@@ -429,8 +434,8 @@ var errVendor = errors.New("the vendor's runtime can't run it")
 
 // early reports whether a line says that a command began before the one before it had ended, as it
 // does now and then by the times of NVIDIA's driver.
-func early(l string) bool {
-	return os.Getenv(rig.MemoryVariable) == string(rig.Cards) && strings.HasSuffix(strings.TrimSpace(l), "starts before its predecessor")
+func (r *runner) early(l string) bool {
+	return r.cards && strings.HasSuffix(strings.TrimSpace(l), "starts before its predecessor")
 }
 
 // unexpected says what a valid script must not print.
@@ -554,10 +559,6 @@ func TestRegressions(t *testing.T) {
 	if one := os.Getenv("GPUCTL_PROPERTY_SCRIPT"); one != "" {
 		files = []string{one}
 	}
-	memory, err := rig.TestMemory()
-	if err != nil {
-		t.Fatal(err)
-	}
 	r := start(t)
 	for _, f := range files {
 		t.Run(filepath.Base(f), func(t *testing.T) {
@@ -566,7 +567,7 @@ func TestRegressions(t *testing.T) {
 				t.Fatal(err)
 			}
 			switch err := r.check(t.Context(), string(b)); {
-			case errors.Is(err, errVendor) && memory == rig.Cards: // they were found on PoCL
+			case errors.Is(err, errVendor) && r.cards: // they were found on PoCL
 				t.Skip(err)
 			case err != nil:
 				t.Errorf("%v\nhostd: %s\ngpuguest: %s", err, tail(r.Log(), 3000), tail(r.GuestLog(), 3000))

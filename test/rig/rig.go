@@ -68,20 +68,13 @@ func TestMemory() (Memory, error) {
 	}
 }
 
-// shim is the library that gives PoCL memory of its own, and what it needs in its environment.
-func shim(root string) (library, env string) {
-	return filepath.Join(root, "test/cl/bin/gpushim.so"), "GPUSHIM_MEMORY=discrete"
-}
-
 // Config declares the three GPUs above with that kind of memory, and a virtual
 // device that says GPU.
 func Config(root string, m Memory) string {
 	pocl := func(device string, gib int, discrete bool) string {
 		runtime, more := "runtime: pocl", ""
 		if discrete {
-			library, env := shim(root)
-			name, value, _ := strings.Cut(env, "=")
-			runtime, more = "library: "+library, ", "+name+": "+value
+			runtime, more = "library: "+filepath.Join(root, "test/cl/bin/gpushim.so"), ", GPUSHIM_MEMORY: discrete"
 		}
 		return fmt.Sprintf(`%s
     env: {POCL_DEVICES: %s, POCL_MEMORY_LIMIT: "%d"%s}
@@ -120,8 +113,11 @@ models:
 // itself, without gpuctl. dir takes the folder of the ICD file.
 func Native(dir, gpu string) ([]string, error) {
 	library, env := "libpocl.so.2", []string(nil)
-	if cards := os.Getenv(CardsVariable); cards != "" && gpu != Oclgrind {
-		return Vendor(filepath.Join(dir, "native-cards"), cards, nil)
+	switch m, err := TestMemory(); {
+	case err != nil:
+		return nil, err
+	case m == Cards && gpu != Oclgrind:
+		return Vendor(filepath.Join(dir, "native-cards"), os.Getenv(CardsVariable), nil)
 	}
 	switch gpu {
 	case Basic:

@@ -158,7 +158,7 @@ func (s *session) mapBuffer(c call, r *wire.MapBuffer) (outcome, error) {
 		}
 		s.showsMap(x, m, mp)
 		x.track()
-		return mp.readBy(x, cl.EnqueueReadBuffer(x.q.vendor, m.vendor, false, r.Offset, r.Size, s.arena.Pointer(at), x.wait, x.out)), nil
+		return mp.readBy(x, r.Blocking != 0, cl.EnqueueReadBuffer(x.q.vendor, m.vendor, false, r.Offset, r.Size, s.arena.Pointer(at), x.wait, x.out)), nil
 	})
 }
 
@@ -202,13 +202,14 @@ func (s *session) mapImage(c call, r *wire.MapImage) (outcome, error) {
 		s.showsMap(x, m, mp)
 		rp, sp := m.transferPitches()
 		x.track()
-		return mp.readBy(x, cl.EnqueueReadImage(x.q.vendor, m.vendor, false, &o, &reg, rp, sp, s.arena.Pointer(at), x.wait, x.out)), nil
+		return mp.readBy(x, r.Blocking != 0, cl.EnqueueReadImage(x.q.vendor, m.vendor, false, &o, &reg, rp, sp, s.arena.Pointer(at), x.wait, x.out)), nil
 	})
 }
 
-// readBy keeps the event of the command that reads the mapping's content.
-func (mp *mapping) readBy(x *cmd, st cl.Status) cl.Status {
-	if st == cl.Success {
+// readBy keeps the event of the command that reads the mapping's content. A blocking call does not
+// return before it has ended.
+func (mp *mapping) readBy(x *cmd, blocking bool, st cl.Status) cl.Status {
+	if st == cl.Success && !blocking {
 		mp.reads = *x.out
 		cl.RetainEvent(mp.reads)
 	}

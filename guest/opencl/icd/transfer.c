@@ -47,11 +47,13 @@ static cl_int stage_begin(struct stage *s, const struct layout *l, bool write, b
 	}
 	s->off = s->len = 0;
 	s->mode = GX_DATA_BULK;
-	return gx_move_add(l, write, late || gx_pend_reads(l), blocking, &s->pend);
+	return gx_move_add(l, write, write ? late : gx_pend_reads(l), blocking, &s->pend);
 }
 
 static void stage_end(struct stage *s, const struct layout *l, bool write, bool blocking, cl_int err)
 {
+	if (blocking)
+		gx_reap(); /* what earlier reads have brought, maybe to the same place */
 	if (s->mode == GX_DATA_BULK) {
 		if (err && s->pend) /* the request was never sent */
 			gx_move_drop(s->pend);
@@ -64,10 +66,8 @@ static void stage_end(struct stage *s, const struct layout *l, bool write, bool 
 			gx_pend_cancel(s->pend);
 		return;
 	}
-	if (!err && !write) {
-		gx_reap(); /* what earlier reads have brought, maybe to the same place */
+	if (!err && !write)
 		gx_unpack(l, S.arena + s->off);
-	}
 	gx_stage_free(s->off, s->len);
 }
 
@@ -112,6 +112,8 @@ static cl_int buffer(cl_command_queue q, cl_mem m, bool blocking, bool write, si
 		w.content = ptr;
 		w.n_content = (uint32_t)size;
 		err = blocking ? call_write_buffer(&w, NULL) : post_write_buffer(&w);
+		if (blocking)
+			gx_reap();
 	} else if (!(err = stage_begin(&s, &l, write, blocking, bulk_min()))) {
 		r.mode = w.mode = s.mode;
 		r.stage_off = w.stage_off = s.off;
@@ -123,8 +125,6 @@ static cl_int buffer(cl_command_queue q, cl_mem m, bool blocking, bool write, si
 			TRANSFER(read_buffer, GX_READ_BUFFER, &r);
 		stage_end(&s, &l, write, blocking, err);
 	}
-	if (blocking)
-		gx_reap();
 	return gx_cmd_end(&c, err, event, blocking);
 }
 
@@ -167,8 +167,6 @@ static cl_int rect(cl_command_queue q, cl_mem m, bool blocking, bool write, cons
 			TRANSFER(read_buffer_rect, GX_READ_BUFFER_RECT, &r);
 		stage_end(&s, &l, write, blocking, err);
 	}
-	if (blocking)
-		gx_reap();
 	return gx_cmd_end(&c, err, event, blocking);
 }
 
@@ -220,8 +218,6 @@ static cl_int image(cl_command_queue q, cl_mem m, bool blocking, bool write, con
 		}
 		stage_end(&s, &l, write, blocking, err);
 	}
-	if (blocking)
-		gx_reap();
 	return gx_cmd_end(&c, err, event, blocking);
 }
 
