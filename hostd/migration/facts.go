@@ -35,11 +35,7 @@ func (m *Manager) plan(ctx context.Context, r *gpuctlv1.MachinePlanRequest, uuid
 		return nil, nil, err
 	}
 	facts := vmFacts(m.Node.HostName(), res.Msg)
-	for one := range v.Migrations() {
-		if one.GetMachine().GetUuid() == uuid && !over(one) {
-			facts.Migration = one.GetId()
-		}
-	}
+	facts.Migration = m.moving(ctx, uuid)
 	model := migrate.NewCostModel()
 	for _, one := range past(v) {
 		model.Learn(one)

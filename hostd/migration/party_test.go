@@ -60,6 +60,34 @@ func TestPending(t *testing.T) {
 	}
 }
 
+// A migration whose end has not arrived here yet does not keep the VM from its next one.
+func TestMoving(t *testing.T) {
+	runs, over := state.New(), state.New()
+	for _, s := range []*state.Store{runs, over} {
+		put := putter(t, s)
+		m := put(&clusterv1.Migration{Id: "m-1", Verb: "migrate", Object: "web", Driver: "h1", Machine: &clusterv1.MachineMove{Uuid: "u1", Name: "web", FromHost: "h1", ToHost: "h2"}})
+		if s == over {
+			m.State = clusterv1.MigrationState_MIGRATION_STATE_DONE
+			put(m)
+		}
+	}
+	for _, c := range []struct {
+		name       string
+		here, now  *state.Store
+		uuid, want string
+	}{
+		{"runs", runs, runs, "u1", "m-1"},
+		{"over", over, over, "u1", ""},
+		{"over, not applied here yet", runs, over, "u1", ""},
+		{"nobody answers", runs, nil, "u1", "m-1"},
+		{"of another VM", runs, nil, "u2", ""},
+	} {
+		if got := New(Config{Node: records{host: "h2", store: c.here, now: c.now}}).moving(t.Context(), c.uuid); got != c.want {
+			t.Errorf("%s: %q; want %q", c.name, got, c.want)
+		}
+	}
+}
+
 // putter puts records of migrations into a store.
 func putter(t *testing.T, s *state.Store) func(*clusterv1.Migration) *clusterv1.Migration {
 	index := uint64(0)

@@ -47,6 +47,34 @@ func (rs Records) Pending(ctx context.Context, id string) bool {
 	return r != nil && !over(r)
 }
 
+// moving returns the migration of a VM that is not over, or "". This host may learn of the end of one later
+// than the client that was told of it, so what runs in the state applied here is looked for in what is committed.
+func (rs Records) moving(ctx context.Context, uuid string) string {
+	in := func(v *state.View) string {
+		for r := range v.Migrations() {
+			if r.GetMachine().GetUuid() == uuid && !over(r) {
+				return r.GetId()
+			}
+		}
+		return ""
+	}
+	v := rs.log.View()
+	if v == nil {
+		return ""
+	}
+	id := in(v)
+	if id == "" {
+		return ""
+	}
+	ctx, cancel := context.WithTimeout(ctx, readTimeout)
+	defer cancel()
+	v, err := rs.log.Read(ctx)
+	if err != nil {
+		return id
+	}
+	return in(v)
+}
+
 // Ended reports whether a migration has ended, and whether this host knows it.
 func (rs Records) Ended(id string) (ended, known bool) {
 	v := rs.log.View()

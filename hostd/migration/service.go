@@ -187,12 +187,8 @@ func (s *Service) Rehearse(ctx context.Context, req *connect.Request[gpuctlv1.Ma
 		return err
 	}
 	defer end()
-	if v := s.m.Node.View(); v != nil {
-		for one := range v.Migrations() {
-			if one.GetMachine().GetUuid() == machine.GetUuid() && !over(one) {
-				return reason.Coded(reason.Errorf(reason.Busy, "migration %s of vm %s runs", one.GetId(), machine.GetName()).On("vm", machine.GetName()))
-			}
-		}
+	if id := s.m.moving(ctx, machine.GetUuid()); id != "" {
+		return reason.Coded(reason.Errorf(reason.Busy, "migration %s of vm %s runs", id, machine.GetName()).On("vm", machine.GetName()))
 	}
 	return s.m.Rehearse(ctx, machine.GetUuid(), machine.GetName(), time.Duration(req.Msg.GetFreezeTimeoutMs())*time.Millisecond, out.Send)
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -51,6 +52,7 @@ func TestMigrations(t *testing.T) {
 		{"the driver dies", v.survivesItsDriver},
 		{"the destination's hostd dies", v.survivesTheDestination},
 		{"the destination's libvirtd hangs", v.survivesAHangingLibvirtd},
+		{"the destination's libvirtd hangs while the VM moves", v.survivesALibvirtdThatStops},
 		{"two at once", v.goesOnceOfTwo},
 		{"cold", v.goesCold},
 	} {
@@ -191,17 +193,51 @@ func (v traveller) survivesTheDestination(t *testing.T) {
 	v.only(t, v.a)
 }
 
-func (v traveller) survivesAHangingLibvirtd(t *testing.T) {
-	if err := v.b.Signal(19); err != nil { // SIGSTOP
-		t.Fatal(err)
+// stops lets a host's libvirtd hang for 8 s.
+func (v traveller) stops(t *testing.T, h *host) {
+	t.Helper()
+	if err := h.Signal(syscall.SIGSTOP); err != nil {
+		t.Error(err)
 	}
-	time.AfterFunc(8*time.Second, func() { _ = v.b.Signal(18) })
-	last, err := v.a.migrate(v.ctx, &gpuctlv1.MachinePlanRequest{Machine: "web"}, nil)
-	t.Logf("%v %v", last, err)
-	testkit.Until(t, "it answers again", func() error {
-		_, err := v.b.virt.Domains(v.ctx)
+	time.AfterFunc(8*time.Second, func() {
+		if err := h.Signal(syscall.SIGCONT); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// answers waits until a host's libvirtd does.
+func (v traveller) answers(t *testing.T, h *host) {
+	t.Helper()
+	testkit.Until(t, "libvirtd answers again on "+h.Name, func() error {
+		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+		defer cancel()
+		_, err := h.virt.Domains(ctx)
 		return err
 	})
+}
+
+func (v traveller) survivesAHangingLibvirtd(t *testing.T) {
+	v.stops(t, v.b)
+	last, err := v.a.migrate(v.ctx, &gpuctlv1.MachinePlanRequest{Machine: "web"}, nil)
+	t.Logf("%v %v", last, err)
+	v.answers(t, v.b)
+	on, err := where(v.ctx, "web", v.a, v.b)
+	if err != nil || len(on) != 1 {
+		t.Errorf("it runs on %v, %v", on, err)
+	}
+}
+
+func (v traveller) survivesALibvirtdThatStops(t *testing.T) {
+	from, to := v.a, v.b
+	if on, err := where(v.ctx, "web", v.b); err != nil || len(on) == 1 {
+		from, to = v.b, v.a
+	}
+	last, err := v.at(t, from, "move", func() { v.stops(t, to) })
+	t.Logf("%v %v", last, err)
+	v.answers(t, to)
+	m := v.ended(t, from)
+	t.Log(m)
 	on, err := where(v.ctx, "web", v.a, v.b)
 	if err != nil || len(on) != 1 {
 		t.Errorf("it runs on %v, %v", on, err)
