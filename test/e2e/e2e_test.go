@@ -261,7 +261,7 @@ func TestConform(t *testing.T) {
 		profiles = map[string]string{rig.Pthread: "nvidia-1", rig.Basic: "nvidia-0"}
 	}
 	for gpu, profile := range profiles {
-		args := []string{"--isolate", "--profile", profile, "--known", known}
+		args := append([]string{"--isolate", "--profile", profile, "--known", known}, strings.Fields(os.Getenv("GPUCTL_TEST_CASES"))...)
 		run := func(t *testing.T, cmd *exec.Cmd) {
 			a := launch(t, cmd)
 			select {

@@ -221,6 +221,10 @@ func (s *session) begin(p *parkedCall) (run func()) {
 			b.wait = append(b.wait, e.vendor)
 		}
 	}
+	if e := p.q.barrier; e != 0 {
+		cl.RetainEvent(e)
+		b.wait = append(b.wait, e)
+	}
 	if e := p.e; e != nil && e.times[0] == 0 {
 		e.times[0] = s.now()
 		e.times[1] = e.times[0]
@@ -345,6 +349,9 @@ func (s *session) endBulk(b *bulk, st cl.Status) {
 	if st != cl.Success && st != cl.ExecStatusErrorForEventsInWaitList && p.slot == wire.NoSlot && p.q.failed == cl.Success {
 		s.log.Warn("posted command failed", "op", p.op, "queue", p.q.id, "err", st)
 		p.q.failed = st
+	}
+	if p.slot != wire.NoSlot {
+		st = p.q.take(st)
 	}
 	s.reply(p.slot, st, nil)
 	s.ring.RingCaller(p.slot)

@@ -54,7 +54,7 @@ func (s *session) command(c call, m wire.Request) (outcome, error) {
 		})
 	case *wire.Barrier:
 		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) {
-			return cl.EnqueueBarrierWithWaitList(x.q.vendor, x.wait, x.out), nil
+			return x.barrier(), nil
 		})
 	}
 	return outcome{}, wire.ErrUnknownOp
@@ -85,6 +85,21 @@ func (x *cmd) track() {
 // marker enqueues a marker in place of a command that has no work left.
 func (x *cmd) marker() cl.Status {
 	return cl.EnqueueMarkerWithWaitList(x.q.vendor, x.wait, x.out)
+}
+
+// barrier enqueues a barrier. In an out-of-order queue, the transfers after it that the
+// executor carries itself have to know it.
+func (x *cmd) barrier() cl.Status {
+	if x.q.inOrder() {
+		return cl.EnqueueBarrierWithWaitList(x.q.vendor, x.wait, x.out)
+	}
+	x.track()
+	st := cl.EnqueueBarrierWithWaitList(x.q.vendor, x.wait, x.out)
+	if st == cl.Success {
+		cl.RetainEvent(*x.out)
+		x.q.setBarrier(*x.out)
+	}
+	return st
 }
 
 func (s *session) enqueue(c call, m wire.Request, queueID, eventID uint32, wait []uint32, pend uint32, blocking bool, f func(*cmd) (cl.Status, error)) (outcome, error) {
@@ -148,8 +163,11 @@ func (s *session) enqueue(c call, m wire.Request, queueID, eventID uint32, wait 
 	s.launch(q, c.op, nil, ev)
 	o := done(cl.Success)
 	if blocking {
-		n, data := q.seq, s.answer
-		o = s.waitThen(c, []cl.Event{ev}, func() []byte {
+		n, data, failed := q.seq, s.answer, q
+		if data != nil { // it has the pointer of a mapping, which an error would hide
+			failed = nil
+		}
+		o = s.waitThen(c, failed, []cl.Event{ev}, func() []byte {
 			if q.inOrder() { // the earlier commands have ended, too
 				q.idle = max(q.idle, n)
 				s.gateIfIdle()
@@ -290,10 +308,7 @@ func (s *session) readAside(x *cmd, m *mem, off, n uint64, p unsafe.Pointer) aft
 		if st == cl.Success {
 			s.show(show)
 		}
-		if st == cl.Success && q.failed != cl.Success {
-			st, q.failed = q.failed, cl.Success
-		}
-		s.reply(slot, st, nil)
+		s.reply(slot, q.take(st), nil)
 		q.users--
 		m.users--
 		s.dropMem(m)
@@ -450,10 +465,7 @@ func (s *session) finish(c call, m *wire.Finish) (outcome, error) {
 		s.settleAll()
 		s.bury(q.ctx)
 		s.gateIfIdle()
-		if st == cl.Success && q.failed != cl.Success {
-			st, q.failed = q.failed, cl.Success
-		}
-		s.reply(slot, st, nil)
+		s.reply(slot, q.take(st), nil)
 		s.dropQueue(q)
 		s.mu.Unlock()
 	}), nil

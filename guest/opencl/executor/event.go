@@ -227,10 +227,10 @@ func (s *session) waitEvents(c call, m *wire.WaitEvents) (outcome, error) {
 	}
 	e := s.timedAlone(m.Wait)
 	if e == nil {
-		return s.waitThen(c, evs, func() []byte { return nil }), nil
+		return s.waitThen(c, nil, evs, func() []byte { return nil }), nil
 	}
 	e.users++ // it may be released in the meantime
-	return s.waitThen(c, evs, func() (times []byte) {
+	return s.waitThen(c, nil, evs, func() (times []byte) {
 		if t, st := s.stamps(e); st == cl.Success {
 			times = u64s(t[:]...)
 		}
@@ -255,8 +255,8 @@ func (s *session) timedAlone(wait []uint32) *event {
 }
 
 // waitThen waits for vendor events without the lock, and then answers the call with the
-// result of then.
-func (s *session) waitThen(c call, evs []cl.Event, then func() []byte) outcome {
+// result of then, or with the error of an earlier command of q, if q is not nil.
+func (s *session) waitThen(c call, q *queue, evs []cl.Event, then func() []byte) outcome {
 	for _, e := range evs {
 		cl.RetainEvent(e)
 	}
@@ -270,7 +270,11 @@ func (s *session) waitThen(c call, evs []cl.Event, then func() []byte) outcome {
 			cl.ReleaseEvent(e)
 		}
 		s.settleAll()
-		s.reply(c.slot, st, then())
+		data := then()
+		if q != nil {
+			st = q.take(st)
+		}
+		s.reply(c.slot, st, data)
 	})
 }
 
@@ -435,14 +439,16 @@ func (s *session) notifyDestroyed(token uint32, c *clContext) {
 		}
 	}
 	if len(evs) == 0 {
+		s.settleAll()
 		s.callback(token, 0, wire.CbDestroyed)
 		return
 	}
 	s.spawn(func() {
-		cl.WaitForEvents(evs)
-		for _, e := range evs {
-			cl.ReleaseEvent(e)
-		}
+		await(evs)
+		s.out.deliver(s.stop)
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.settleAll()
 		s.callback(token, 0, wire.CbDestroyed)
 	})
 }

@@ -88,3 +88,29 @@ func TestNoCallbackIsLostInASwap(t *testing.T) {
 		t.Errorf("%d callbacks of %d", len(seen), most)
 	}
 }
+
+// A posted command that fails has no event, so the next call of its queue that waits says
+// it, whatever that call is, and only that one.
+func TestTheNextCallThatWaitsTellsOfAFailedCommand(t *testing.T) {
+	const n = 1 << 20
+	c := newClient(t)
+	m := c.mover(false)
+	c.executor(1).activate()
+	ctx, q, _ := c.setup(0)
+	b := c.buffer(ctx, n)
+	c.fill(q, b, n, 1)
+	m.add(1, make([]byte, n), false)
+	for name, wait := range map[string]wire.Request{
+		"finish":         &wire.Finish{Queue: q},
+		"small read":     &wire.ReadBuffer{Queue: q, Mem: b, Blocking: 1, Size: 64, Mode: wire.DataStaged, StageOff: c.stage, StageLen: 64},
+		"read":           &wire.ReadBuffer{Queue: q, Mem: b, Blocking: 1, Size: directRead * 2, Mode: wire.DataStaged, StageOff: c.stage, StageLen: directRead * 2},
+		"write":          &wire.WriteBuffer{Queue: q, Mem: b, Blocking: 1, Size: 64, Mode: wire.DataStaged, StageOff: c.stage, StageLen: 64},
+		"large transfer": &wire.ReadBuffer{Queue: q, Mem: b, Blocking: 1, Size: n, Mode: wire.DataBulk, Pend: 1},
+	} {
+		c.post(&wire.FillBuffer{Queue: q, Mem: 1 << 20, Size: 4, Pattern: make([]byte, 4)})
+		if st, _ := c.answer(c.start(wait)); st != cl.InvalidMemObject {
+			t.Errorf("%s: %v", name, st)
+		}
+		c.finish(q)
+	}
+}

@@ -61,6 +61,7 @@ type queue struct {
 	bulk      int       // bulk transfers in progress
 	pends     []pending // staged transfers whose completion word is to be set
 	failed    cl.Status // error of a posted command, reported once
+	barrier   cl.Event  // the last one that an out-of-order queue has got
 	users     int
 	dead      bool
 	seq, idle uint64 // commands that were enqueued, and how many of them are known to have ended
@@ -69,6 +70,23 @@ type queue struct {
 }
 
 func (q *queue) busy() bool { return q.seq != q.idle }
+
+// take returns the result of a call that waits, with the error of an earlier command that
+// nobody has waited for.
+func (q *queue) take(st cl.Status) cl.Status {
+	if st == cl.Success && q.failed != cl.Success {
+		st, q.failed = q.failed, cl.Success
+	}
+	return st
+}
+
+// setBarrier takes over a reference of the event of the last barrier.
+func (q *queue) setBarrier(e cl.Event) {
+	if q.barrier != 0 {
+		cl.ReleaseEvent(q.barrier)
+	}
+	q.barrier = e
+}
 
 func (q *queue) inOrder() bool { return q.props&cl.QueueOutOfOrderExecModeEnable == 0 }
 

@@ -95,6 +95,7 @@ func (s *session) closeQueue(q *queue) {
 		q.idle = q.seq
 		s.settle(q, true)
 	}
+	q.setBarrier(0)
 	cl.ReleaseCommandQueue(q.vendor)
 	q.vendor = 0
 	c := q.ctx

@@ -104,6 +104,7 @@ struct map { /* one live mapping */
 	uint8_t *host; /* for CL_MEM_USE_HOST_PTR objects: the region in the application's memory */
 	uint64_t host_row, host_slice;
 	uint64_t width, height, depth; /* size of the region, in bytes, rows, slices */
+	uint64_t at[3]; /* where it begins: an image's origin, or an offset in a buffer */
 	cl_map_flags flags;
 	uint32_t id;
 };
@@ -313,7 +314,7 @@ bool gx_in_arena(const void *p, uint64_t len, uint64_t *off);
 void gx_pack(uint8_t *tight, const struct layout *l);
 void gx_unpack(const struct layout *l, const uint8_t *tight);
 static inline uint64_t gx_layout_bytes(const struct layout *l) { return l->width * l->height * l->depth; }
-cl_int gx_pend_add(const struct layout *read, uint64_t off, uint64_t len, uint32_t *word); /* read NULL: only free the memory when done */
+cl_int gx_pend_add(const struct layout *read, uint64_t off, uint64_t len, uint32_t *word); /* read NULL: only free the memory when done; len 0: there is none to free */
 void gx_pend_cancel(uint32_t word); /* the request was never sent */
 cl_int gx_pend_map(cl_mem mem, const struct map *m, cl_event ev);
 bool gx_pend_forget(cl_mem mem, uint32_t map); /* map 0: all of mem; reports whether one was not complete */
@@ -322,7 +323,7 @@ void gx_map_out(const struct map *m);
 bool gx_content_apart(uint64_t size); /* whether an object's first content of that size is written after the object is created */
 cl_int gx_content(cl_mem m, const void *host, size_t row, size_t slice);
 cl_int gx_stage_wait(uint64_t len, uint64_t *off); /* not only in the window; waits for transfers in progress */
-bool gx_pend_reads(const struct layout *l); /* a transfer in progress reads into this memory */
+bool gx_pend_reads(const struct layout *l, bool copied); /* a transfer or a map in progress reads into this memory; copied: and its data is still to be copied there */
 static inline bool gx_layouts_meet(const struct layout *a, const struct layout *b)
 {
 	const uint8_t *a1 = a->host + (a->depth - 1) * a->slice + (a->height - 1) * a->row + a->width;

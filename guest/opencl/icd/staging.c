@@ -173,7 +173,7 @@ void gx_map_out(const struct map *m)
 struct pend {
 	struct pend *next;
 	uint32_t word; /* 0: a mapping, which is complete when its event is */
-	bool read;
+	bool read, there; /* there: the executor reads to where the application wants it, so nothing is left to copy */
 	struct layout to;
 	uint64_t off, len;
 	cl_mem mem;
@@ -265,6 +265,7 @@ void gx_word_drop(uint32_t word)
 	gx_lock_drop(&pend_lock);
 }
 
+/* len 0: the executor reads to where the application wants it. */
 cl_int gx_pend_add(const struct layout *read, uint64_t off, uint64_t len, uint32_t *word)
 {
 	TRY(gx_word_wait(word));
@@ -274,6 +275,7 @@ cl_int gx_pend_add(const struct layout *read, uint64_t off, uint64_t len, uint32
 		p->word = *word;
 		if ((p->read = read != NULL))
 			p->to = *read;
+		p->there = !len;
 		p->off = off;
 		p->len = len;
 		pend_link(p);
@@ -283,14 +285,14 @@ cl_int gx_pend_add(const struct layout *read, uint64_t off, uint64_t len, uint32
 	return p ? CL_SUCCESS : CL_OUT_OF_HOST_MEMORY;
 }
 
-bool gx_pend_reads(const struct layout *l)
+bool gx_pend_reads(const struct layout *l, bool copied)
 {
 	bool found = false;
 	if (!atomic_load(&S.npending))
 		return false;
 	gx_lock_take(&pend_lock);
 	for (struct pend *p = first; p && !found; p = p->next)
-		found = p->word && p->read && gx_layouts_meet(&p->to, l);
+		found = (p->read || !p->word) && !(copied && p->there) && gx_layouts_meet(&p->to, l);
 	gx_lock_drop(&pend_lock);
 	return found;
 }
@@ -319,6 +321,7 @@ cl_int gx_pend_map(cl_mem mem, const struct map *m, cl_event ev)
 	if (p) {
 		p->mem = mem;
 		p->map = *m;
+		p->to = (struct layout){m->host, m->host_row, m->host_slice, m->width, m->height, m->depth};
 		p->ev = ev;
 		gx_link(ev);
 		pend_link(p);
@@ -351,6 +354,25 @@ bool gx_pend_forget(cl_mem mem, uint32_t map)
 	return found;
 }
 
+/* arrived reports whether the data of a read or a map is in the arena. */
+static bool arrived(const struct pend *p)
+{
+	int32_t st = CL_QUEUED;
+	if (p->word)
+		return atomic_load_explicit(gx_word(GX_PEND_OFF + 4 * p->word), memory_order_acquire) != GX_PEND_BUSY;
+	return !gx_event_poll(p->ev, &st) && st <= CL_COMPLETE;
+}
+
+/* overtakes reports whether data of a read has to wait for older data for the same memory, which has arrived since it
+ * was looked at. The caller has the lock. */
+static bool overtakes(const struct pend *p)
+{
+	for (struct pend *o = first; o != p; o = o->next)
+		if ((o->read || !o->word) && gx_layouts_meet(&o->to, &p->to) && arrived(o))
+			return true;
+	return false;
+}
+
 void gx_reap_slow(unsigned max)
 {
 	struct { uint64_t off, len; } done[32];
@@ -376,7 +398,11 @@ void gx_reap_slow(unsigned max)
 					at = &p->next;
 					continue;
 				}
-				if (w == GX_PEND_DONE && p->read)
+				if (busy && p->read && overtakes(p)) {
+					again = max == ~0u; /* others look at no maps */
+					break;
+				}
+				if (w == GX_PEND_DONE && p->read && !p->there)
 					gx_unpack(&p->to, S.arena + p->off);
 				done[n].off = p->off;
 				done[n++].len = p->len;
@@ -397,7 +423,8 @@ void gx_reap_slow(unsigned max)
 		}
 		gx_lock_drop(&pend_lock);
 		for (unsigned i = 0; i < n; i++)
-			gx_stage_free(done[i].off, done[i].len);
+			if (done[i].len)
+				gx_stage_free(done[i].off, done[i].len);
 		for (unsigned i = 0; i < nev; i++)
 			gx_unlink(evs[i]);
 	} while (again);

@@ -24,6 +24,10 @@ static cl_int access(cl_mem m, bool write)
 
 struct stage { uint64_t off, len; uint32_t pend, mode; bool own; };
 
+/* arrives reports whether a command that has not ended yet, as far as is known, brings data to this memory. What is to
+ * be sent from there is late: it may be taken only when the sending command's turn has come. */
+static bool arrives(const struct layout *l) { return gx_pend_reads(l, false) || gx_move_reads(l); }
+
 /* stage_begin decides how the data that l describes is moved. Memory that is in the arena already, because the
  * application mapped it, is used directly. Little data is staged in the window, and for a write it is packed at
  * once. All other data is moved when the command's turn has come, so the data of a write is read only then. */
@@ -31,12 +35,12 @@ static cl_int stage_begin(struct stage *s, const struct layout *l, bool write, b
 {
 	bool tight = (l->height == 1 || l->row == l->width) && (l->depth == 1 || l->slice == l->width * l->height);
 	*s = (struct stage){.len = gx_layout_bytes(l), .mode = GX_DATA_STAGED};
-	if (tight && gx_in_arena(l->host, s->len, &s->off))
-		return CL_SUCCESS;
 	if (atomic_load(&S.npending) > 8)
 		gx_reap_slow(8); /* the oldest are usually complete */
-	bool late = write && (gx_pend_reads(l) || gx_move_reads(l));
-	if (!late && (blocking ? s->len < from : s->len <= EAGER_MAX) && (s->off = gx_stage_window(s->len))) {
+	bool late = write ? arrives(l) : gx_pend_reads(l, true); /* of a read: it must not arrive before older data */
+	if (!late && tight && gx_in_arena(l->host, s->len, &s->off))
+		return write || blocking ? CL_SUCCESS : gx_pend_add(l, 0, 0, &s->pend);
+	if (!(late && write) && (blocking ? s->len < from : s->len <= EAGER_MAX) && (s->off = gx_stage_window(s->len))) {
 		s->own = true;
 		if (write)
 			gx_pack(S.arena + s->off, l);
@@ -47,7 +51,7 @@ static cl_int stage_begin(struct stage *s, const struct layout *l, bool write, b
 	}
 	s->off = s->len = 0;
 	s->mode = GX_DATA_BULK;
-	return gx_move_add(l, write, write ? late : gx_pend_reads(l), blocking, &s->pend);
+	return gx_move_add(l, write, late, blocking, &s->pend);
 }
 
 static void stage_end(struct stage *s, const struct layout *l, bool write, bool blocking, cl_int err)
@@ -59,13 +63,13 @@ static void stage_end(struct stage *s, const struct layout *l, bool write, bool 
 			gx_move_drop(s->pend);
 		return;
 	}
-	if (!s->own)
-		return;
 	if (!blocking) {
-		if (err) /* posted requests can fail only before they are sent */
+		if (err && s->pend) /* posted requests can fail only before they are sent */
 			gx_pend_cancel(s->pend);
 		return;
 	}
+	if (!s->own)
+		return;
 	if (!err && !write)
 		gx_unpack(l, S.arena + s->off);
 	gx_stage_free(s->off, s->len);
@@ -106,7 +110,7 @@ static cl_int buffer(cl_command_queue q, cl_mem m, bool blocking, bool write, si
 	struct gx_write_buffer w = {.queue = q->o.id, .mem = m->o.id, .blocking = blocking, .offset = off, .size = size, .event = c.id, .wait = c.wait, .n_wait = c.nwait};
 	struct layout l = {ptr, size, size, size, 1, 1};
 	struct stage s = {0};
-	bool late = write && size <= INLINE_MAX && (gx_pend_reads(&l) || gx_move_reads(&l));
+	bool late = write && size <= INLINE_MAX && arrives(&l);
 	if (write && size <= INLINE_MAX && !late) {
 		w.mode = GX_DATA_INLINE;
 		w.content = ptr;
@@ -298,6 +302,8 @@ static void *end_map(struct cmd *c, cl_mem m, struct map *p, const struct gx_rep
 	bool wrong = !in_arena(p);
 	if (wrong)
 		*err = CL_MAP_FAILURE;
+	if (blocking) /* before newer data comes to the same place */
+		gx_reap();
 	bool bring = p->host && !(p->flags & CL_MAP_WRITE_INVALIDATE_REGION);
 	p->ptr = p->host ? p->host : S.arena + p->arena;
 	if (!*err) {
@@ -350,6 +356,7 @@ CL_API_ENTRY void *CL_API_CALL clEnqueueMapBuffer(cl_command_queue q, cl_mem m, 
 		p->width = p->host_row = p->host_slice = p->arena_row = p->arena_slice = size;
 		p->height = p->depth = 1;
 		p->host = m->host ? m->host + off : NULL;
+		p->at[0] = off;
 		err = call_map_buffer(&(struct gx_map_buffer){.queue = q->o.id, .mem = m->o.id, .blocking = blocking != 0, .flags = flags, .offset = off, .size = size, .map = p->id,
 			.event = c.id, .wait = c.wait, .n_wait = c.nwait}, &r);
 	}
@@ -359,8 +366,6 @@ CL_API_ENTRY void *CL_API_CALL clEnqueueMapBuffer(cl_command_queue q, cl_mem m, 
 	}
 	void *ptr = end_map(&c, m, p, &r, blocking != 0, event, &err);
 	gx_reply_free(&r);
-	if (blocking)
-		gx_reap();
 	if (err)
 		FAIL(err);
 	DONE(ptr);
@@ -397,6 +402,7 @@ CL_API_ENTRY void *CL_API_CALL clEnqueueMapImage(cl_command_queue q, cl_mem m, c
 		p->depth = region[2];
 		p->host_row = array1d ? m->host_slice : m->host_row;
 		p->host_slice = m->host_slice;
+		memcpy(p->at, o3, sizeof o3);
 		p->host = m->host ? m->host + o[2] * p->host_slice + o[1] * p->host_row + o[0] * m->elem : NULL;
 		err = call_map_image(&(struct gx_map_image){.queue = q->o.id, .image = m->o.id, .blocking = blocking != 0, .flags = flags, .map = p->id,
 			.origin = o3, .n_origin = 3, .region = r3, .n_region = 3, .event = c.id, .wait = c.wait, .n_wait = c.nwait}, &r);
@@ -412,14 +418,66 @@ CL_API_ENTRY void *CL_API_CALL clEnqueueMapImage(cl_command_queue q, cl_mem m, c
 		p->arena_row = 0;
 	void *ptr = end_map(&c, m, p, &r, blocking != 0, event, &err);
 	gx_reply_free(&r);
-	if (blocking)
-		gx_reap();
 	if (err)
 		FAIL(err);
 	*row = m->host ? m->host_row : arow;
 	if (slice)
 		*slice = !sliced ? 0 : m->host ? m->host_slice : aslice;
 	DONE(ptr);
+}
+
+/* region returns where the application sees a mapping. */
+static struct layout region(const struct map *p)
+{
+	return p->host ? (struct layout){p->host, p->host_row, p->host_slice, p->width, p->height, p->depth}
+		       : (struct layout){p->ptr, p->arena_row, p->arena_slice, p->width, p->height, p->depth};
+}
+
+/* write_late sends a mapping's content when it is the command's turn. */
+static cl_int write_late(const struct cmd *c, cl_mem m, const struct map *p, uint32_t event, uint32_t *wait, uint32_t nwait)
+{
+	struct layout l = region(p);
+	uint32_t pend;
+	TRY(gx_move_add(&l, true, true, false, &pend));
+	cl_int err;
+	if (m->type == CL_MEM_OBJECT_BUFFER)
+		err = post_write_buffer(&(struct gx_write_buffer){.queue = c->q->o.id, .mem = m->o.id, .offset = p->at[0], .size = p->width, .mode = GX_DATA_BULK, .pend = pend,
+			.event = event, .wait = wait, .n_wait = nwait});
+	else {
+		uint64_t o3[3] = {p->at[0], p->at[1], p->at[2]}, r3[3] = {p->width / m->elem, p->height, p->depth};
+		err = post_write_image(&(struct gx_write_image){.queue = c->q->o.id, .image = m->o.id, .origin = o3, .n_origin = 3, .region = r3, .n_region = 3, .mode = GX_DATA_BULK, .pend = pend,
+			.event = event, .wait = wait, .n_wait = nwait});
+	}
+	if (err)
+		gx_move_drop(pend);
+	return err;
+}
+
+/* unmap sends the request. Data that earlier commands bring to the region comes first, so the content is sent by a write
+ * of its own when it is here. A region in the arena is sent once more when it is unmapped. One that is not is unmapped
+ * before, which sends what it had when it was mapped; the application may write there until the events have come. */
+static cl_int unmap(struct cmd *c, cl_mem m, const struct map *p, bool writes)
+{
+	struct gx_unmap r = {.queue = c->q->o.id, .mem = m->o.id, .map = p->id, .event = c->id, .wait = c->wait, .n_wait = c->nwait};
+	struct layout l = region(p);
+	if (!writes || !(arrives(&l) || (p->host && c->nwait))) {
+		if (writes && p->host)
+			gx_map_out(p);
+		return post_unmap(&r);
+	}
+	uint32_t first = c->nhidden < COUNT(c->hidden) ? gx_id_take() : 0;
+	if (!first)
+		return CL_OUT_OF_RESOURCES;
+	c->hidden[c->nhidden++] = first;
+	if (!p->host) {
+		TRY(write_late(c, m, p, first, c->wait, c->nwait));
+		r.wait = &first;
+		r.n_wait = 1;
+		return post_unmap(&r);
+	}
+	r.event = first;
+	TRY(post_unmap(&r));
+	return write_late(c, m, p, c->id, &first, 1);
 }
 
 CL_API_ENTRY cl_int CL_API_CALL clEnqueueUnmapMemObject(cl_command_queue q, cl_mem m, void *ptr, cl_uint n, const cl_event *list, cl_event *event)
@@ -445,13 +503,9 @@ CL_API_ENTRY cl_int CL_API_CALL clEnqueueUnmapMemObject(cl_command_queue q, cl_m
 		return gx_cmd_end(&c, CL_INVALID_VALUE, NULL, false);
 	cl_int err = gx_cmd_event(&c, CL_COMMAND_UNMAP_MEM_OBJECT, event);
 	if (!err) {
-		if (p->host) {
-			/* before its content is there, the application writes nothing to it */
-			bool seen = !gx_pend_forget(m, p->id);
-			if (seen && (p->flags & (CL_MAP_WRITE | CL_MAP_WRITE_INVALIDATE_REGION)))
-				gx_map_out(p);
-		}
-		err = post_unmap(&(struct gx_unmap){.queue = q->o.id, .mem = m->o.id, .map = p->id, .event = c.id, .wait = c.wait, .n_wait = c.nwait});
+		/* before its content is there, the application writes nothing to it */
+		bool seen = !p->host || !gx_pend_forget(m, p->id);
+		err = unmap(&c, m, p, seen && (p->flags & (CL_MAP_WRITE | CL_MAP_WRITE_INVALIDATE_REGION)));
 	}
 	free(p);
 	return gx_cmd_end(&c, err, event, false);
