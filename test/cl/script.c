@@ -327,6 +327,23 @@ static void run(struct line *l) {
         memset(p, 0, a[3]);
         e = clEnqueueReadBuffer(q, mem[a[1]].m, (cl_bool)a[4], a[2], a[3], p, n, wl, ev);
         set_result(a[5], p, a[3], a[4]);
+    } else if (IS("pass")) { /* pass Q A rows row pitch B off seed: from A to the application's memory, and what is there then to B */
+        size_t o[3] = {0}, r[3] = {a[3], a[2], 1}, all = a[2] * a[4];
+        void *p = memory(all);
+        cl_event here;
+        pattern(p, all, (uint32_t)a[7]);
+        e = clEnqueueReadBufferRect(q, mem[a[1]].m, CL_FALSE, o, o, r, a[3], 0, a[4], 0, p, n, wl, &here);
+        if (!e) {
+            e = clEnqueueWriteBuffer(q, mem[a[5]].m, CL_FALSE, a[6], all, p, 1, &here, ev);
+            clReleaseEvent(here);
+        }
+    } else if (IS("bring")) { /* bring Q A off size M: from A to a mapped region, which is unmapped at once */
+        cl_event here;
+        e = clEnqueueReadBuffer(q, mem[a[1]].m, CL_FALSE, a[2], a[3], map[a[4]].p, n, wl, &here);
+        if (!e) {
+            e = clEnqueueUnmapMemObject(q, mem[map[a[4]].mem].m, map[a[4]].p, 1, &here, ev);
+            clReleaseEvent(here);
+        }
     } else if (IS("wrr") || IS("rdr")) { /* wrr/rdr Q B origin3 region3 pitches2 block seed/R; the host's side is packed */
         size_t o[3] = {a[2], a[3], a[4]}, h[3] = {0}, r[3] = {a[5], a[6], a[7]}, size = r[0] * r[1] * r[2];
         void *p = memory(size);

@@ -38,6 +38,10 @@ func (g *generator) actions() map[string]func(*rapid.T) {
 		"write":     g.write,
 		"read":      g.read,
 		"rect":      g.rect,
+		"pass":      g.pass,
+		"bring":     g.bring,
+		"pass2":     g.pass,
+		"bring2":    g.bring,
 		"imagerw":   g.imageTransfer,
 		"imagecopy": g.imageCopy,
 		"map":       g.mapMemory,
@@ -349,6 +353,46 @@ func (g *generator) read(th int) {
 	g.command(th, q, block == 1, []*root{o.root}, nil, "rd %d %d %d %d %d %d", q.id, o.id, off, size, block, g.result())
 }
 
+// pass sends a read's data on, and what lies between its rows.
+func (g *generator) pass(th int) {
+	a, b, q, ok := g.pair(th, bothBuffers)
+	if !ok || a.flags&(hostWriteOnly|hostNone) != 0 || b.flags&(hostReadOnly|hostNone) != 0 {
+		return
+	}
+	rows, apart := g.between(1, 3), g.between(1, 2)
+	most := min(a.size, b.size/apart) / rows
+	if most < 1 {
+		return
+	}
+	row := g.between(1, most)
+	g.command(th, q, false, []*root{a.root}, []*root{b.root}, "pass %d %d %d %d %d %d %d %d",
+		q.id, a.id, rows, row, row*apart, b.id, g.n(b.size-rows*row*apart+1), g.n(1000))
+}
+
+// bring reads to a mapped region and unmaps it at once.
+func (g *generator) bring(th int) {
+	m, ok := pick(g, g.maps, func(m *mapping) bool { return m.o.root.owner == th && m.write && m.size > 0 })
+	if !ok || !g.ready(th, m) {
+		return
+	}
+	from, ok := g.object(th, m.o.ctx, false, func(o *object) bool { return isBuffer(o) && o.flags&(hostWriteOnly|hostNone) == 0 })
+	if !ok {
+		return
+	}
+	q, ok := g.queue(th, m.o.ctx, nil)
+	if !ok {
+		return
+	}
+	if m.fresh {
+		g.line(th, "mw %d %d 1", m.id, g.n(1000))
+		m.fresh = false
+	}
+	size := g.between(1, min(from.size, m.size))
+	if g.command(th, q, false, []*root{from.root}, []*root{m.o.root}, "bring %d %d %d %d %d", q.id, from.id, g.n(from.size-size+1), size, m.id) {
+		g.unmapped(m)
+	}
+}
+
 func (g *generator) rect(th int) {
 	write := g.n(2) == 0
 	bad := hostWriteOnly | hostNone
@@ -416,6 +460,7 @@ func (g *generator) mapMemory(th int) {
 		text = fmt.Sprintf("imap %d %d %d %d %d %d %d %d %d %d %d", q.id, o.id, m.id, flags, a[0], a[1], a[2], s[0], s[1], s[2], block)
 	} else {
 		off, size := g.span(o.size, 64)
+		m.size = size
 		text = fmt.Sprintf("map %d %d %d %d %d %d %d", q.id, o.id, m.id, flags, off, size, block)
 	}
 	e, ok := g.enqueue(th, q, block == 1, nil, reads, writes, "%s", text)
@@ -497,13 +542,17 @@ func (g *generator) unmap(th int, m *mapping) bool {
 	if !g.command(th, q, false, reads, writes, "unmap %d %d", q.id, m.id) {
 		return false
 	}
+	g.unmapped(m)
+	return true
+}
+
+func (g *generator) unmapped(m *mapping) {
 	if m.write {
-		r.wmaps--
+		m.o.root.wmaps--
 	} else {
-		r.rmaps--
+		m.o.root.rmaps--
 	}
 	g.maps = slices.DeleteFunc(g.maps, func(x *mapping) bool { return x == m })
-	return true
 }
 
 func (g *generator) user(th int) {

@@ -107,6 +107,7 @@ type program struct {
 type mapping struct {
 	id         int
 	o          *object
+	size       int // of a buffer's, in bytes
 	write, inv bool
 	fresh      bool // invalidated and not yet written
 	ready      bool
