@@ -377,6 +377,24 @@ func (h *Host) Signal(s syscall.Signal) error {
 	return err
 }
 
+// Threads says in which state each thread of libvirtd is, and in which system call: for
+// the message of a test in which it does not answer.
+func (h *Host) Threads() string {
+	pid, err := child(h.daemon.Process.Pid)
+	if err != nil {
+		return err.Error()
+	}
+	var b strings.Builder
+	tasks, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*", pid))
+	for _, task := range tasks {
+		status, _ := os.ReadFile(filepath.Join(task, "stat"))
+		call, _ := os.ReadFile(filepath.Join(task, "syscall"))
+		state, _, _ := strings.Cut(string(status[bytes.LastIndexByte(status, ')')+1:]), " 0 ")
+		fmt.Fprintf(&b, "%s%.4s call %s; ", filepath.Base(task), state, bytes.TrimSpace(call))
+	}
+	return b.String()
+}
+
 // Kill ends libvirtd as kill -9 does, and waits for that. Guests go on.
 func (h *Host) Kill() error {
 	if err := h.Signal(syscall.SIGKILL); err != nil {

@@ -27,7 +27,7 @@ type traveller struct {
 
 func TestMigrations(t *testing.T) {
 	r, a, b := cluster(t)
-	ctx, cancel := context.WithTimeout(t.Context(), 4*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 14*time.Minute) // on a busy machine
 	defer cancel()
 	xml, err := r.Guest("web", uuid, "")
 	if err != nil {
@@ -209,12 +209,17 @@ func (v traveller) stops(t *testing.T, h *host) {
 // answers waits until a host's libvirtd does.
 func (v traveller) answers(t *testing.T, h *host) {
 	t.Helper()
-	testkit.Until(t, "libvirtd answers again on "+h.Name, func() error {
-		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
+	defer cancel()
+	err := testkit.Poll(ctx, "libvirtd answers again on "+h.Name, func() error {
+		one, cancel := context.WithTimeout(ctx, 10*time.Second)
 		defer cancel()
-		_, err := h.virt.Domains(ctx)
+		_, err := h.virt.Domains(one)
 		return err
 	})
+	if err != nil {
+		t.Fatalf("%v; its threads: %s", err, h.Threads())
+	}
 }
 
 func (v traveller) survivesAHangingLibvirtd(t *testing.T) {
