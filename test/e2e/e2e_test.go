@@ -339,9 +339,10 @@ func TestFaults(t *testing.T) {
 	}
 }
 
-// children returns the processes below pid whose command line contains text.
-func children(t *testing.T, pid int, text string) []int {
+// children returns the processes below pid whose command line matches a pattern.
+func children(t *testing.T, pid int, pattern string) []int {
 	t.Helper()
+	like := regexp.MustCompile(pattern)
 	parent := make(map[int]int)
 	dirs, err := filepath.Glob("/proc/[0-9]*/stat")
 	if err != nil {
@@ -363,7 +364,7 @@ func children(t *testing.T, pid int, text string) []int {
 			if p != pid || id == pid {
 				continue
 			}
-			if b, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", id)); err == nil && strings.Contains(strings.ReplaceAll(string(b), "\x00", " "), text) {
+			if b, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", id)); err == nil && like.MatchString(strings.ReplaceAll(string(b), "\x00", " ")) {
 				found = append(found, id)
 			}
 			break
@@ -371,6 +372,9 @@ func children(t *testing.T, pid int, text string) []int {
 	}
 	return found
 }
+
+// gpuguest is the pattern of its processes, also of the one with carriers.
+const gpuguest = "gpuguest(-carried)? serve"
 
 // TestExecutorKilled expects errors of OpenCL in the application, not a crash.
 func TestExecutorKilled(t *testing.T) { executorKilled(t) }
@@ -422,7 +426,7 @@ func TestGpuguestKilled(t *testing.T) {
 	args := []string{"--mib", "1"}
 	a := launchStream(t, r, rig.Basic, args...)
 	a.until(t, "iteration 3 ")
-	victims := children(t, r.Pid(), "gpuguest serve")
+	victims := children(t, r.Pid(), gpuguest)
 	if len(victims) != 1 {
 		t.Fatalf("%d gpuguests found", len(victims))
 	}

@@ -197,7 +197,7 @@ func TestKernelOutputIntoPipeThatNobodyReads(t *testing.T) {
 
 func killGpuguest(t *testing.T, r *rig.Rig) {
 	t.Helper()
-	victims := children(t, r.Pid(), "gpuguest serve")
+	victims := children(t, r.Pid(), gpuguest)
 	if len(victims) != 1 {
 		t.Fatalf("%d gpuguests found", len(victims))
 	}
@@ -269,7 +269,7 @@ func TestApplicationHasNobodyWriteItsOutputForIt(t *testing.T) {
 				if b, err := os.ReadFile(file); err != nil || string(b) != content {
 					t.Fatalf("%s: %q, %v", when, b, err)
 				}
-				for _, what := range []string{"gpuguest serve", "gpuguest executor"} {
+				for _, what := range []string{gpuguest, "gpuguest executor"} {
 					pids := children(t, r.Pid(), what)
 					if len(pids) == 0 {
 						t.Fatalf("%s: no %s", when, what)
