@@ -155,23 +155,17 @@ func (b *bench) chaosConfig() (config string, gpus []string, err error) {
 	if err != nil {
 		return "", nil, err
 	}
-	config, gpus = rig.Config(b.root, memory), []string{rig.Pthread, rig.Basic}
+	gpus = []string{rig.Pthread, rig.Basic}
 	if b.nvidia == "" {
-		return config, gpus, nil
+		return rig.Config(b.root, memory), gpus, nil
 	}
-	var lines strings.Builder
-	gpus = []string{rig.Pthread}
+	gpus = gpus[:1]
+	var more []rig.GPU
 	cards, _ := filepath.Glob("/dev/nvidia[0-9]*")
 	for i := range max(1, len(cards)) {
-		id := fmt.Sprintf("%s%d", gpuID, i)
-		fmt.Fprintf(&lines, "  - {id: %s, library: %s, devices: [%d], model: NVIDIA}\n", id, b.nvidia, i)
-		gpus = append([]string{id, id}, gpus...) // mostly there
+		g := b.nvidiaGPU(fmt.Sprint(gpuID, i), i)
+		more = append(more, g)
+		gpus = append([]string{g.ID, g.ID}, gpus...) // mostly there
 	}
-	config = strings.Replace(config, "models:\n", lines.String()+"models:\n  - {name: NVIDIA, rank: 9}\n", 1)
-	if _, err := os.Stat(rig.OclgrindLibrary); err != nil { // not on every GPU machine
-		i := strings.Index(config, "  - id: "+rig.Oclgrind)
-		j := i + strings.Index(config[i:], lines.String())
-		config = config[:i] + config[j:]
-	}
-	return config, gpus, nil
+	return rig.Config(b.root, memory, more...), gpus, nil
 }

@@ -57,32 +57,20 @@ func (b *bench) options() (rig.Options, error) {
 	if err != nil {
 		return rig.Options{}, err
 	}
-	config := rig.Config(b.root, memory)
+	gpus := []rig.GPU{{ID: discreteID, Library: filepath.Join(b.root, "test/cl/bin/gpushim.so"), Env: discreteEnv(), Model: "discrete", Rank: 1}}
 	if b.nvidia != "" {
-		lines := fmt.Sprintf("  - {id: %s, library: %s, devices: [%d], model: NVIDIA}\n", gpuID, b.nvidia, b.card)
+		gpus = []rig.GPU{b.nvidiaGPU(gpuID, b.card)}
 		if other, ok := b.otherCard(); ok {
-			lines += fmt.Sprintf("  - {id: %s, library: %s, devices: [%d], model: NVIDIA}\n", otherID, b.nvidia, other)
+			gpus = append(gpus, b.nvidiaGPU(otherID, other))
 		}
-		config = strings.Replace(config, "models:\n", lines+"models:\n  - {name: NVIDIA, rank: 9}\n", 1)
-	}
-	if b.nvidia == "" {
-		var env []string
-		for _, e := range discreteEnv() {
-			k, v, _ := strings.Cut(e, "=")
-			env = append(env, fmt.Sprintf("%s: %q", k, v))
-		}
-		config = strings.Replace(config, "models:\n", fmt.Sprintf("  - {id: %s, library: %s, env: {%s}, model: discrete}\nmodels:\n  - {name: discrete, rank: 1}\n",
-			discreteID, filepath.Join(b.root, "test/cl/bin/gpushim.so"), strings.Join(env, ", ")), 1)
-	}
-	if _, err := os.Stat(rig.OclgrindLibrary); err != nil { // not on every GPU machine
-		i, j := strings.Index(config, "  - id: "+rig.Oclgrind), strings.Index(config, "models:")
-		if k := strings.Index(config, "  - {id: "); k > 0 {
-			j = k
-		}
-		config = config[:i] + config[j:]
 	}
 	b.rigs++
-	return rig.Options{Dir: filepath.Join(b.tmp, fmt.Sprint("r", b.rigs)), Config: config}, nil
+	return rig.Options{Dir: filepath.Join(b.tmp, fmt.Sprint("r", b.rigs)), Config: rig.Config(b.root, memory, gpus...)}, nil
+}
+
+// nvidiaGPU is one of NVIDIA's GPUs.
+func (b *bench) nvidiaGPU(id string, i int) rig.GPU {
+	return rig.GPU{ID: id, Library: b.nvidia, Device: i, Model: "NVIDIA", Rank: 9}
 }
 
 // otherCard is a second GPU of NVIDIA's, if there is one.

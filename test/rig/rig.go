@@ -68,9 +68,20 @@ func TestMemory() (Memory, error) {
 	}
 }
 
-// Config declares the three GPUs above with that kind of memory, and a virtual
-// device that says GPU.
-func Config(root string, m Memory) string {
+// GPU is one more GPU of a Config.
+type GPU struct {
+	ID      string
+	Library string   // its OpenCL runtime
+	Env     []string // the runtime's environment, NAME=value
+	Device  int      // which of the runtime's devices it is
+	Model   string
+	Rank    int // of the model
+}
+
+// Config declares the three GPUs above with that kind of memory, but for those
+// whose runtime is not there, and a virtual device that says GPU. More GPUs come
+// after them.
+func Config(root string, m Memory, more ...GPU) string {
 	pocl := func(device string, gib int, discrete bool) string {
 		runtime, more := "runtime: pocl", ""
 		if discrete {
@@ -81,12 +92,29 @@ func Config(root string, m Memory) string {
     model: PoCL %[2]s %[3]d GiB`, runtime, device, gib, more)
 	}
 	basic, pthread := pocl("basic", 1, m == Discrete || m == Mixed), pocl("pthread", 4, m == Discrete)
-	third := "library: " + OclgrindLibrary + "\n    model: Oclgrind 128 MiB"
+	third := "\n  - id: " + Oclgrind + "\n    library: " + OclgrindLibrary + "\n    model: Oclgrind 128 MiB"
+	if _, err := os.Stat(OclgrindLibrary); err != nil {
+		third = "" // not on every machine with cards
+	}
 	if m == Cards {
 		card := func(i int) string {
 			return fmt.Sprintf("library: %s\n    devices: [%d]\n    model: card %[2]d", os.Getenv(CardsVariable), i)
 		}
-		basic, pthread, third = card(0), card(1), pthread
+		basic, pthread, third = card(0), card(1), "\n  - id: "+Oclgrind+"\n    "+pthread
+	}
+	var gpus, models strings.Builder
+	ranked := map[string]bool{}
+	for _, g := range more {
+		var env []string
+		for _, e := range g.Env {
+			k, v, _ := strings.Cut(e, "=")
+			env = append(env, fmt.Sprintf("%s: %q", k, v))
+		}
+		fmt.Fprintf(&gpus, "\n  - {id: %s, library: %s, devices: [%d], env: {%s}, model: %s}", g.ID, g.Library, g.Device, strings.Join(env, ", "), g.Model)
+		if !ranked[g.Model] {
+			ranked[g.Model] = true
+			fmt.Fprintf(&models, "  - {name: %s, rank: %d}\n", g.Model, g.Rank)
+		}
 	}
 	return `version: 1
 discover: false
@@ -97,16 +125,14 @@ gpus:
   - id: ` + Basic + `
     ` + basic + `
   - id: ` + Pthread + `
-    ` + pthread + `
-  - id: ` + Oclgrind + `
-    ` + third + `
+    ` + pthread + third + gpus.String() + `
 models:
   - {name: PoCL pthread 4 GiB, rank: 3}
   - {name: card 1, rank: 3}
   - {name: PoCL basic 1 GiB, rank: 2}
   - {name: card 0, rank: 2}
   - {name: Oclgrind 128 MiB, rank: 1}
-`
+` + models.String()
 }
 
 // Native is the environment in which a program runs on the GPU's runtime
