@@ -220,3 +220,68 @@ CASE(read_before_the_buffer_is_destroyed) {
         free(r.x);
     }
 }
+
+CASE(map_after_a_read_of_the_same_memory) {
+    /* The read is older than the map, and both bring data to the memory of the buffer. */
+    enum { N = 4096 };
+    void *host;
+    NEED(!posix_memalign(&host, 4096, N));
+    cl_mem a = buffer(CL_MEM_READ_WRITE | CL_MEM_USE_HOST_PTR, N, host), b = buffer(CL_MEM_READ_WRITE, N, NULL);
+    for (cl_uchar r = 1; r < 20; r++) {
+        cl_event old, mapped;
+        cl_int st;
+        unsigned char *p;
+        OK(clEnqueueMarkerWithWaitList(Q, 0, NULL, &old));
+        OK(clWaitForEvents(1, &old));
+        OK(clEnqueueFillBuffer(Q, b, "\0", 1, 0, N, 0, NULL, NULL));
+        OK(clEnqueueReadBuffer(Q, b, CL_FALSE, 0, N, host, 0, NULL, NULL));
+        OK(clEnqueueFillBuffer(Q, a, &r, 1, 0, N, 0, NULL, NULL));
+        MK(p, clEnqueueMapBuffer(Q, a, CL_FALSE, CL_MAP_READ, 0, N, 0, NULL, &mapped, &E));
+        OK(clFlush(Q));
+        sleep_ms(r % 4);
+        OK(clGetEventInfo(old, CL_EVENT_COMMAND_EXECUTION_STATUS, sizeof st, &st, NULL));
+        OK(clWaitForEvents(1, &mapped));
+        T(p[0] == r && p[N - 1] == r);
+        OK(clEnqueueUnmapMemObject(Q, a, p, 0, NULL, NULL));
+        OK(clFinish(Q));
+        OK(clReleaseEvent(old));
+        OK(clReleaseEvent(mapped));
+    }
+    OK(clReleaseMemObject(a));
+    OK(clReleaseMemObject(b));
+    free(host);
+}
+
+struct told { cl_int *x, want; atomic_int *right, *all; };
+
+static void CL_CALLBACK told(cl_event e, cl_int st, void *data) {
+    (void)e;
+    struct told *t = data;
+    atomic_fetch_add(t->right, st == CL_COMPLETE && *t->x == t->want);
+    atomic_fetch_add(t->all, 1);
+}
+
+CASE(callbacks_see_their_reads) {
+    enum { N = 2000 };
+    static cl_int x[N];
+    static struct told t[N];
+    static atomic_int right, all;
+    atomic_store(&right, 0);
+    atomic_store(&all, 0);
+    cl_mem a = buffer(CL_MEM_READ_WRITE, 4, NULL);
+    for (int i = 0; i < N; i++) {
+        cl_event e;
+        t[i] = (struct told){&x[i], i + 1, &right, &all};
+        x[i] = 0;
+        OK(clEnqueueFillBuffer(Q, a, &t[i].want, 4, 0, 4, 0, NULL, NULL));
+        OK(clEnqueueReadBuffer(Q, a, CL_FALSE, 0, 4, &x[i], 0, NULL, &e));
+        OK(clSetEventCallback(e, CL_COMPLETE, told, &t[i]));
+        OK(clReleaseEvent(e));
+        if (i % 8 == 7)
+            OK(clFlush(Q));
+    }
+    OK(clFlush(Q));
+    T(wait_until(&all, N, 20000));
+    T(atomic_load(&right) == N);
+    OK(clReleaseMemObject(a));
+}

@@ -53,6 +53,7 @@ type bulk struct {
 	moved      uint64     // bytes moved so far
 	pend       uint32     // completion word
 	wait       []cl.Event // events that must end before it
+	barrier    cl.Event   // the last barrier of its queue, which must end, too, but may fail; or 0
 	lane       int
 	start      uint64
 }
@@ -223,7 +224,7 @@ func (s *session) begin(p *parkedCall) (run func()) {
 	}
 	if e := p.q.barrier; e != 0 {
 		cl.RetainEvent(e)
-		b.wait = append(b.wait, e)
+		b.barrier = e
 	}
 	if e := p.e; e != nil && e.times[0] == 0 {
 		e.times[0] = s.now()
@@ -254,7 +255,7 @@ func (b *bulk) touch() {
 
 // carry moves the bytes of a transfer.
 func (s *session) carry(b *bulk) {
-	st := s.awaitTurn(b.p.q, b.wait)
+	st := s.awaitTurn(b)
 	b.start = s.now()
 	s.mu.Lock()
 	s.settleAll() // a write may send data that the client still has to get from an earlier read
@@ -301,13 +302,21 @@ func (s *session) carry(b *bulk) {
 	s.gateIfIdle()
 }
 
+// releaseWait gives back the events that were waited for.
+func (b *bulk) releaseWait() {
+	for _, w := range b.wait {
+		cl.ReleaseEvent(w)
+	}
+	if b.barrier != 0 {
+		cl.ReleaseEvent(b.barrier)
+	}
+}
+
 // putBack parks a transfer again that had to stop. It comes before everything else that its
 // queue has parked.
 func (s *session) putBack(b *bulk) {
 	p := b.p
-	for _, w := range b.wait {
-		cl.ReleaseEvent(w)
-	}
+	b.releaseWait()
 	if e := p.e; e != nil && e.times[2] == 0 {
 		e.times[2] = b.start
 	}
@@ -325,9 +334,7 @@ func (s *session) putBack(b *bulk) {
 // endBulk reports the end of a transfer to its event, its queue and the client.
 func (s *session) endBulk(b *bulk, st cl.Status) {
 	p := b.p
-	for _, w := range b.wait {
-		cl.ReleaseEvent(w)
-	}
+	b.releaseWait()
 	s.settleAll()
 	word := uint32(wire.PendDone)
 	if st != cl.Success {
@@ -345,6 +352,9 @@ func (s *session) endBulk(b *bulk, st cl.Status) {
 		e.timed = p.q.props&cl.QueueProfilingEnable != 0 && st == cl.Success
 		s.clock.last = max(s.clock.last, e.times[4])
 		e.state, e.status = eventDone, int32(min(st, 0))
+		if b.write && st == cl.Success {
+			b.m.wrote(b, e)
+		}
 	}
 	if st != cl.Success && st != cl.ExecStatusErrorForEventsInWaitList && p.slot == wire.NoSlot && p.q.failed == cl.Success {
 		s.log.Warn("posted command failed", "op", p.op, "queue", p.q.id, "err", st)
@@ -361,16 +371,19 @@ func (s *session) endBulk(b *bulk, st cl.Status) {
 }
 
 // awaitTurn waits for the commands and events that must end before the command.
-func (s *session) awaitTurn(q *queue, wait []cl.Event) cl.Status {
-	if len(wait) > 0 {
-		if st := cl.WaitForEvents(wait); st != cl.Success {
+func (s *session) awaitTurn(b *bulk) cl.Status {
+	if b.barrier != 0 {
+		cl.WaitForEvents([]cl.Event{b.barrier})
+	}
+	if len(b.wait) > 0 {
+		if st := cl.WaitForEvents(b.wait); st != cl.Success {
 			return st
 		}
 	}
-	if !q.inOrder() {
+	if !b.p.q.inOrder() {
 		return cl.Success
 	}
-	return cl.Finish(q.vendor)
+	return cl.Finish(b.p.q.vendor)
 }
 
 // cut returns the size in bytes of the chunk that begins at pos.

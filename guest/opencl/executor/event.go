@@ -351,17 +351,13 @@ func (s *session) watchEvents() {
 
 func (s *session) deliver() bool {
 	keep, hit := s.watches[:0], false
-	settled := false
 	for _, w := range s.watches {
 		n := s.poll(w.e)
 		if n > w.typ {
 			keep = append(keep, w)
 			continue
 		}
-		if !settled {
-			s.settleAll()
-			settled = true
-		}
+		s.settleAll() // for each: more may have ended since the last
 		hit = true
 		status := w.typ
 		if n < 0 {

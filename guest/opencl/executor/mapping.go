@@ -228,6 +228,26 @@ func (mp *mapping) arrived() bool {
 	return st == cl.Success && status == cl.Complete
 }
 
+// isSent reports whether the transfer that an unmap command waits for has written the
+// mapping's content already. It was taken when it was complete; what a client on another
+// host sends with the request to unmap may be older.
+func (s *session) isSent(mp *mapping, wait []uint32) bool {
+	return mp.sent != nil && len(wait) == 1 && lookup[event](s, wait[0]) == mp.sent
+}
+
+// wrote notes the event of a transfer to exactly the region of a mapping.
+func (m *mem) wrote(b *bulk, e *event) {
+	for _, mp := range m.maps {
+		same := mp.Offset == b.off && mp.Size == b.box[0] && !b.rect
+		if m.kind == memImage {
+			same = mp.Origin == b.origin && [3]uint64{mp.Region[0] * m.elem, mp.Region[1], mp.Region[2]} == b.box
+		}
+		if same {
+			mp.sent = e
+		}
+	}
+}
+
 // pixel returns where a pixel of the image is in the arena, and the pitches.
 func (m *mem) pixel(o [3]uint64) (at, row, slice uint64) {
 	row, slice = m.pitches()
@@ -287,7 +307,7 @@ func (s *session) unmap(x *cmd, r *wire.Unmap) (cl.Status, error) {
 	root, base := m.hostRoot()
 	// Drivers take little data when a write of it is enqueued: of a region that is still to be
 	// read they would write what was there before.
-	writes := mp.arrived() && mp.writes()
+	writes := mp.arrived() && mp.writes() && !s.isSent(mp, r.Wait)
 	if writes {
 		m.touch(mp.Offset, max(mp.Size, 1))
 	}

@@ -307,7 +307,7 @@ bool gx_move_reads(const struct layout *l)
 		return false;
 	gx_lock_take(&lock);
 	for (struct move *m = moves; m && !found; m = m->next)
-		found = !m->write && gx_layouts_meet(&m->l, l);
+		found = !m->write && atomic_load(gx_word(GX_PEND_OFF + 4 * m->word)) == GX_PEND_BUSY && gx_layouts_meet(&m->l, l);
 	gx_lock_drop(&lock);
 	return found;
 }

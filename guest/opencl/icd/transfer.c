@@ -434,28 +434,20 @@ static struct layout region(const struct map *p)
 }
 
 /* write_late sends a mapping's content when it is the command's turn. */
-static cl_int write_late(const struct cmd *c, cl_mem m, const struct map *p, uint32_t event, uint32_t *wait, uint32_t nwait)
+static cl_int write_late(const struct cmd *c, cl_mem m, const struct map *p, uint32_t pend, uint32_t event, uint32_t *wait, uint32_t nwait)
 {
-	struct layout l = region(p);
-	uint32_t pend;
-	TRY(gx_move_add(&l, true, true, false, &pend));
-	cl_int err;
 	if (m->type == CL_MEM_OBJECT_BUFFER)
-		err = post_write_buffer(&(struct gx_write_buffer){.queue = c->q->o.id, .mem = m->o.id, .offset = p->at[0], .size = p->width, .mode = GX_DATA_BULK, .pend = pend,
+		return post_write_buffer(&(struct gx_write_buffer){.queue = c->q->o.id, .mem = m->o.id, .offset = p->at[0], .size = p->width, .mode = GX_DATA_BULK, .pend = pend,
 			.event = event, .wait = wait, .n_wait = nwait});
-	else {
-		uint64_t o3[3] = {p->at[0], p->at[1], p->at[2]}, r3[3] = {p->width / m->elem, p->height, p->depth};
-		err = post_write_image(&(struct gx_write_image){.queue = c->q->o.id, .image = m->o.id, .origin = o3, .n_origin = 3, .region = r3, .n_region = 3, .mode = GX_DATA_BULK, .pend = pend,
-			.event = event, .wait = wait, .n_wait = nwait});
-	}
-	if (err)
-		gx_move_drop(pend);
-	return err;
+	uint64_t o3[3] = {p->at[0], p->at[1], p->at[2]}, r3[3] = {p->width / m->elem, p->height, p->depth};
+	return post_write_image(&(struct gx_write_image){.queue = c->q->o.id, .image = m->o.id, .origin = o3, .n_origin = 3, .region = r3, .n_region = 3, .mode = GX_DATA_BULK, .pend = pend,
+		.event = event, .wait = wait, .n_wait = nwait});
 }
 
 /* unmap sends the request. Data that earlier commands bring to the region comes first, so the content is sent by a write
- * of its own when it is here. A region in the arena is sent once more when it is unmapped. One that is not is unmapped
- * before, which sends what it had when it was mapped; the application may write there until the events have come. */
+ * of its own when it is here. The executor sees that such a write was that of a region in the arena. Another region is
+ * unmapped before, which sends what it had when it was mapped; the application may write there until the events have
+ * come. */
 static cl_int unmap(struct cmd *c, cl_mem m, const struct map *p, bool writes)
 {
 	struct gx_unmap r = {.queue = c->q->o.id, .mem = m->o.id, .map = p->id, .event = c->id, .wait = c->wait, .n_wait = c->nwait};
@@ -465,19 +457,32 @@ static cl_int unmap(struct cmd *c, cl_mem m, const struct map *p, bool writes)
 			gx_map_out(p);
 		return post_unmap(&r);
 	}
-	uint32_t first = c->nhidden < COUNT(c->hidden) ? gx_id_take() : 0;
+	uint32_t pend, first = c->nhidden < COUNT(c->hidden) ? gx_id_take() : 0;
 	if (!first)
 		return CL_OUT_OF_RESOURCES;
-	c->hidden[c->nhidden++] = first;
-	if (!p->host) {
-		TRY(write_late(c, m, p, first, c->wait, c->nwait));
+	cl_int err = gx_move_add(&l, true, true, false, &pend), sent;
+	if (err) {
+		gx_id_drop(first);
+		return err;
+	}
+	if (p->host) {
+		r.event = first;
+		sent = post_unmap(&r);
+		err = sent ? sent : write_late(c, m, p, pend, c->id, &first, 1);
+	} else {
 		r.wait = &first;
 		r.n_wait = 1;
-		return post_unmap(&r);
+		sent = err = write_late(c, m, p, pend, first, c->wait, c->nwait);
+		if (!err)
+			err = post_unmap(&r);
 	}
-	r.event = first;
-	TRY(post_unmap(&r));
-	return write_late(c, m, p, c->id, &first, 1);
+	if (sent)
+		gx_id_drop(first);
+	else
+		c->hidden[c->nhidden++] = first;
+	if (p->host ? err : sent)
+		gx_move_drop(pend);
+	return err;
 }
 
 CL_API_ENTRY cl_int CL_API_CALL clEnqueueUnmapMemObject(cl_command_queue q, cl_mem m, void *ptr, cl_uint n, const cl_event *list, cl_event *event)
