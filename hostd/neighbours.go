@@ -24,8 +24,9 @@ func (n neighbours) loopback() bool {
 
 // knows reports whether a host is in the cluster, or whether that is unknown.
 func (n neighbours) knows(host string) bool {
+	known := n.node.CaughtUp()
 	v := n.node.View()
-	return v == nil || v.Host(host) != nil
+	return !known || v == nil || v.Host(host) != nil
 }
 
 // others returns the names of the other hosts of the cluster.

@@ -12,6 +12,7 @@ import (
 	"connectrpc.com/connect"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/cluster/replica"
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
@@ -115,6 +116,46 @@ func TestAClaimGetsAgainWhatItHasJustGivenBack(t *testing.T) {
 		if confirms {
 			testkit.Until(t, "it is gone", func() error { return testkit.Want(assigned() == nil, assigned()) })
 		}
+	}
+}
+
+// A host that lends and is started while nobody leads has an old state, or none. What that
+// does not have is not taken for released: sessions of other hosts would lose their GPUs.
+func TestNothingIsTakenForReleasedBecauseOfAnOldState(t *testing.T) {
+	t.Parallel()
+	ctx := testkit.Context(t)
+	ms := cluster(ctx, t, "a", "b")
+	a, b := ms[0], ms[1] // a alone votes
+	a.host.do(func() { a.host.claims["s"], a.host.uses["s"] = true, []string{"b/g0"} })
+	b.host.do(func() { b.host.uses["s"] = []string{"g0"} }) // a lease
+	if err := a.Acquire(ctx, &clusterv1.Claim{Id: "s", Remote: clusterv1.Remote_REMOTE_ALLOWED}, []string{"b/g0"}, 0); err != nil {
+		t.Fatal(err)
+	}
+	borrower := a.Self().ID
+	token, err := b.TokenOf(ctx, "s")
+	if err != nil {
+		t.Fatal(err)
+	}
+	assigned := func() error {
+		_, err := b.Assigned(ctx, "s", borrower, []string{"g0"}, token, false)
+		return err
+	}
+	if err := assigned(); err != nil {
+		t.Fatal(err)
+	}
+	b.crash()
+	a.crash()
+	b.start(ctx)
+	if err := assigned(); !errors.Is(err, replica.ErrNoLeader) || errors.Is(err, ErrNotAssigned) {
+		t.Errorf("nobody leads: %v", err)
+	}
+	if b.CaughtUp() {
+		t.Error("it says that it has caught up")
+	}
+	a.start(ctx)
+	testkit.Until(t, "known", assigned)
+	if _, err := b.Assigned(ctx, "s", borrower, []string{"g1"}, token, false); !errors.Is(err, ErrNotAssigned) {
+		t.Errorf("another GPU: %v", err)
 	}
 }
 

@@ -295,6 +295,14 @@ func (n *Node) View() *state.View {
 	return nil
 }
 
+// CaughtUp reports whether View has what this host's log had when hostd was started. Before
+// that, what is missing in it may be there all the same, so that nothing may be ended
+// because of it.
+func (n *Node) CaughtUp() bool {
+	m := n.member()
+	return m != nil && m.store.CaughtUp()
+}
+
 // Read returns the state with everything that is committed. It returns an error if that
 // is unknown now.
 func (n *Node) Read(ctx context.Context) (*state.View, error) {

@@ -17,6 +17,7 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/cluster/placement"
 	"github.com/gpuctl/gpuctl/cluster/remote"
+	"github.com/gpuctl/gpuctl/cluster/replica"
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
 	"github.com/gpuctl/gpuctl/internal/reason"
@@ -259,11 +260,15 @@ func (n *Node) LendsAt(host string) (string, error) {
 // another host (bytes; 0: whole GPUs). With now it reads everything that is committed,
 // otherwise what this host has applied. The error wraps ErrNotAssigned if any of them is
 // not assigned to the claim, is being released, or if token is not the highest of their
-// tokens.
+// tokens. It wraps replica.ErrNoLeader if that is not known: a host that was just started
+// has an old state, or none, until a leader tells it what is committed.
 func (n *Node) Assigned(ctx context.Context, claim, borrower string, gpus []string, token uint64, now bool) (uint64, error) {
 	m, err := n.membership()
 	if err != nil {
 		return 0, err
+	}
+	if !now && !m.store.CaughtUp() {
+		return 0, fmt.Errorf("claim %s: what is assigned to it is not known yet: %w", claim, replica.ErrNoLeader)
 	}
 	v := m.store.State().View()
 	if now {

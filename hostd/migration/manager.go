@@ -108,8 +108,12 @@ func (m *Manager) Run(ctx context.Context) {
 // endTimeout is how long a host may take to end what computes for a VM.
 const endTimeout = 30 * time.Second
 
-// adopt takes over the migrations that this host is to drive.
+// adopt takes over the migrations that this host is to drive. In an old state their drivers
+// may be missing or down that are not.
 func (m *Manager) adopt(ctx context.Context) {
+	if !m.Node.CaughtUp() {
+		return
+	}
 	v := m.Node.View()
 	if v == nil {
 		return

@@ -105,6 +105,28 @@ func TestOneDriver(t *testing.T) {
 	}
 }
 
+// A host that was just started may not know yet that a migration's driver is up.
+func TestNothingIsTakenOverBecauseOfAnOldState(t *testing.T) {
+	j := newJournal(t, clusterv1.MigrationState_MIGRATION_STATE_RUNNING)
+	j.host, j.behind = "h2", true
+	res := j.store.Apply(j.index.Add(1), &clusterv1.Command{Version: 1, Op: &clusterv1.Command_ReportHost{ // nothing of h1, which drives
+		ReportHost: &clusterv1.ReportHost{Host: &clusterv1.Host{Name: "h2", Id: "id-h2", Address: "h2:7650"}},
+	}})
+	if res.GetOutcome() != clusterv1.Outcome_OUTCOME_OK {
+		t.Fatal(res)
+	}
+	m := j.manager(t)
+	m.adopt(t.Context())
+	if n := j.taken.Load(); n != 0 {
+		t.Errorf("it was taken over %d times", n)
+	}
+	j.behind = false
+	m.adopt(t.Context())
+	if n := j.taken.Load(); n != 1 {
+		t.Errorf("h1 is not there: it was taken over %d times", n)
+	}
+}
+
 // A driver that another one of this host has followed does not make it forgotten.
 func TestFormerDriver(t *testing.T) {
 	j := newJournal(t, clusterv1.MigrationState_MIGRATION_STATE_RUNNING)

@@ -17,13 +17,15 @@ import (
 // records is a node that knows migrations.
 type records struct {
 	Node
-	host  string
-	store *state.Store // what is applied here
-	now   *state.Store // what is committed; nil: nobody answers
+	host   string
+	store  *state.Store // what is applied here
+	now    *state.Store // what is committed; nil: nobody answers
+	behind bool         // it was just started, and has an old state
 }
 
 func (r records) HostName() string  { return r.host }
 func (r records) View() *state.View { return r.store.View() }
+func (r records) CaughtUp() bool    { return !r.behind }
 
 func (r records) Read(context.Context) (*state.View, error) {
 	if r.now == nil {
@@ -145,6 +147,11 @@ func TestParty(t *testing.T) {
 		if ended, known := m.Ended(id); [2]bool{ended, known} != want {
 			t.Errorf("%s: ended %v, known %v", id, ended, known)
 		}
+	}
+	// Until it has caught up, a migration that this host does not know is none that is forgotten.
+	m = New(Config{Node: records{host: "h1", store: state.New(), behind: true}})
+	if ended, known := m.Ended("m-runs"); ended || !known {
+		t.Errorf("a host that was just started: ended %v, known %v", ended, known)
 	}
 }
 

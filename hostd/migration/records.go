@@ -17,6 +17,8 @@ const readTimeout = 5 * time.Second // for Read
 type Log interface {
 	HostName() string
 	View() *state.View
+	// CaughtUp reports whether View has what this host's log had when hostd was started.
+	CaughtUp() bool
 	// Read returns the state with everything that is committed, or an error if that is
 	// unknown now.
 	Read(ctx context.Context) (*state.View, error)
@@ -75,10 +77,12 @@ func (rs Records) moving(ctx context.Context, uuid string) string {
 	return in(v)
 }
 
-// Ended reports whether a migration has ended, and whether this host knows it.
+// Ended reports whether a migration has ended, and whether this host knows it. A host that
+// was just started knows none yet, and takes none for forgotten.
 func (rs Records) Ended(id string) (ended, known bool) {
+	caught := rs.log.CaughtUp()
 	v := rs.log.View()
-	if v == nil {
+	if v == nil || !caught {
 		return false, true
 	}
 	r := v.Migration(id)

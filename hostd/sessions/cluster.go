@@ -79,7 +79,8 @@ type Cluster interface {
 	// LendsAt returns the address at which carriers reach a host.
 	LendsAt(host string) (string, error)
 	// Assigned returns how much of GPUs of this host, by their names here, the log has
-	// assigned to a claim of the host with id borrower. Errors wrap member.ErrNotAssigned.
+	// assigned to a claim of the host with id borrower. The error wraps
+	// member.ErrNotAssigned if it has not, and not if that is unknown now.
 	Assigned(ctx context.Context, claim, borrower string, gpus []string, token uint64, now bool) (uint64, error)
 	// TokenOf returns the highest fencing token of a claim's assignments. The error wraps
 	// member.ErrNotAssigned if it has none.
