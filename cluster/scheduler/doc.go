@@ -13,5 +13,6 @@
 // The move itself is the work of the home's hostd.
 //
 // Claims that may wait stay pending. While a host leads the cluster, Run binds them, the
-// oldest first, whenever a change may make that possible.
+// oldest first, whenever a change may make that possible, and GiveUp ends what hosts had
+// that were removed by force.
 package scheduler

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -273,6 +274,79 @@ func TestWaiting(t *testing.T) {
 			t.Errorf("%v", got)
 		}
 	}
+}
+
+// TestWhatRemovedHostsHadIsGivenUp removes one host before and one while a leader looks.
+func TestWhatRemovedHostsHadIsGivenUp(t *testing.T) {
+	t.Parallel()
+	ctx := testkit.Context(t)
+	c := start(t, 3, 3, nil)
+	leader := c.Leader(ctx)
+	var out []*clustertest.Node
+	for _, n := range c.Nodes {
+		if n != leader {
+			out = append(out, n)
+		}
+	}
+	first, second := out[0], out[1]
+	put := func(id, by, gpu string) {
+		t.Helper()
+		claim, op := waiting(id), &clusterv1.PutClaim{}
+		if by != "" {
+			claim.Labels = map[string]string{placement.LabelManagedBy: by}
+		}
+		if op.Claim = claim; gpu != "" {
+			op.Choices = []*clusterv1.Choice{{Gpu: gpu, Kind: clusterv1.VGPUKind_VGPU_KIND_WHOLE}}
+		}
+		c.Must(ctx, leader, &clusterv1.Command{Op: &clusterv1.Command_PutClaim{PutClaim: op}})
+	}
+	put("vm", first.ID, first.Name+"/g0")
+	put("waits", first.ID, "")
+	put("abroad", first.ID, leader.Name+"/g0")
+	put("deleted", "", first.Name+"/g1")
+	put("operators", "", first.Name+"/g2")
+	put("others", second.ID, second.Name+"/g0")
+	put("joining", "id-9", leader.Name+"/g1")
+	c.Must(ctx, leader, &clusterv1.Command{Op: &clusterv1.Command_PutIdentity{PutIdentity: &clusterv1.PutIdentity{
+		Identity: &clusterv1.Identity{Id: "id-9", Role: clusterv1.Role_ROLE_HOST, Host: "n9"},
+	}}})
+	c.Must(ctx, leader, &clusterv1.Command{Op: &clusterv1.Command_DeleteClaim{DeleteClaim: &clusterv1.DeleteClaim{Claim: "deleted"}}})
+	remove := func(n *clustertest.Node) {
+		t.Helper()
+		c.Must(ctx, leader, &clusterv1.Command{Op: &clusterv1.Command_RemoveHost{RemoveHost: &clusterv1.RemoveHost{Host: n.Name, Force: true}}})
+	}
+	states := func(want map[string]clusterv1.ClaimState) {
+		t.Helper()
+		c.Until(ctx, "given up", func() error {
+			v := leader.Store().State().View()
+			got := map[string]clusterv1.ClaimState{}
+			for c := range v.Claims() {
+				got[c.GetId()] = c.GetState()
+			}
+			if !maps.Equal(got, want) {
+				return fmt.Errorf("%v", got)
+			}
+			return v.Check()
+		})
+	}
+	remove(first)
+	hold := make(chan struct{})
+	close(hold)
+	inner, cancel := context.WithCancel(ctx)
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		l := &stuck{state: leader.Store().State(), apply: leader.Store().Apply, held: make(chan struct{}, 1), hold: hold}
+		if err := scheduler.GiveUp(inner, l); err != nil && inner.Err() == nil {
+			t.Error(err)
+		}
+	})
+	const pending, bound, releasing = clusterv1.ClaimState_CLAIM_STATE_PENDING, clusterv1.ClaimState_CLAIM_STATE_BOUND, clusterv1.ClaimState_CLAIM_STATE_RELEASING
+	// What is on a host that is there, that host has to free.
+	states(map[string]clusterv1.ClaimState{"abroad": releasing, "operators": pending, "others": bound, "joining": bound})
+	remove(second)
+	states(map[string]clusterv1.ClaimState{"abroad": releasing, "operators": pending, "joining": bound})
+	cancel()
+	wg.Wait()
 }
 
 // slow is a log whose proposals take a while to get there.

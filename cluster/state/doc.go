@@ -57,8 +57,9 @@
 // Reservations that it owns are removed with it.
 //
 // A host that was removed by force can confirm nothing. Its assignments are RELEASING and
-// keep their GPUs, which are no longer present, until CancelAssignments. That is refused
-// for hosts that exist. If the host comes back under its name, it confirms them itself.
+// keep their GPUs, which are no longer present, until CancelAssignments, which the leader
+// proposes. That is refused for hosts that exist. If the host comes back under its name
+// before, it confirms them itself.
 //
 // # Derived fields
 //

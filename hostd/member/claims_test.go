@@ -159,6 +159,33 @@ func TestNothingIsTakenForReleasedBecauseOfAnOldState(t *testing.T) {
 	}
 }
 
+// A claim by which a host lent a VM a GPU ends when that host is removed by force. Its id is
+// the VM's, so the VM could not get another one.
+func TestAClaimOfAHostThatWasRemovedByForceCanBeMadeByAnother(t *testing.T) {
+	t.Parallel()
+	ctx := testkit.Context(t)
+	ms := cluster(ctx, t, "a", "b", "c")
+	a, b, c := ms[0], ms[1], ms[2]
+	claim := &clusterv1.Claim{Id: "vmgpu-1"}
+	for _, m := range []*machine{b, c} {
+		m.host.do(func() { m.host.claims["vmgpu-1"], m.host.uses["vmgpu-1"] = true, []string{"g0", "g1"} })
+	}
+	if res, err := b.Claim(ctx, claim); err != nil || len(res.GetAssignments()) != 1 {
+		t.Fatalf("%v, %v", res, err)
+	}
+	b.crash()
+	if _, err := a.api.RemoveHost(admin(ctx), connect.NewRequest(&clusterv1.RemoveHostRequest{Host: "b", Force: true})); err != nil {
+		t.Fatal(err)
+	}
+	testkit.Until(t, "given up", func() error {
+		v := a.view(ctx)
+		return testkit.Want(v.Claim("vmgpu-1") == nil && len(slices.Collect(v.AssignmentsOfHost("b"))) == 0, v.Claim("vmgpu-1"))
+	})
+	if res, err := c.Claim(ctx, claim); err != nil || len(res.GetAssignments()) != 1 {
+		t.Errorf("%v, %v", res, err)
+	}
+}
+
 // TestOwnClaims are claims of a host's sessions: bound through the cluster,
 // moved, released when the host forgets them, and told again when the cluster
 // has lost them.

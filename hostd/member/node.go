@@ -405,7 +405,7 @@ func (n *Node) start(ctx context.Context, id identity, listener net.Listener) (e
 			case <-ctx.Done():
 			}
 			return nil
-		}}},
+		}}, {Name: "removed hosts", Run: func(ctx context.Context, l *replica.Lead) error { return scheduler.GiveUp(ctx, l) }}},
 	}
 	if n.Dir == "" {
 		cfg.Timing = replica.Solo()
