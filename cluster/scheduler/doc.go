@@ -12,7 +12,7 @@
 //
 // The move itself is the work of the home's hostd.
 //
-// Claims that may wait stay pending. While a host leads the cluster, Run binds them, the
+// Claims that may wait stay pending (see Waits). While a host leads the cluster, Run binds them, the
 // oldest first, whenever a change may make that possible, and GiveUp ends what hosts had
 // that were removed by force.
 package scheduler

@@ -269,12 +269,21 @@ func (s *Scheduler) Run(ctx context.Context, l Lead) {
 	}
 }
 
+// Waits reports whether a pending claim waits for the leader to bind it. If a host manages it
+// and it was bound before, that host has given the GPU back, as for a session that is
+// suspended. It asks for one when it needs one again, and would at once give back what the
+// leader binds meanwhile.
+func Waits(c *clusterv1.Claim) bool {
+	managed := c.GetLabels()[placement.LabelManagedBy] != ""
+	return c.GetUnmet() == clusterv1.Unmet_UNMET_WAIT && (!managed || !state.WasBound(c))
+}
+
 // pending returns the claims that wait, the oldest first, by the time at which their
 // hosts' clocks say they were made. That time decides only about the order.
 func pending(v *state.View) []*clusterv1.Claim {
 	var out []*clusterv1.Claim
 	for c := range v.PendingClaims() {
-		if c.GetUnmet() == clusterv1.Unmet_UNMET_WAIT {
+		if Waits(c) {
 			out = append(out, c)
 		}
 	}

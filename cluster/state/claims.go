@@ -22,7 +22,15 @@ const (
 	releasing = clusterv1.Residence_RESIDENCE_RELEASING
 
 	kindWhole = clusterv1.VGPUKind_VGPU_KIND_WHOLE
+
+	allReleased = "its assignments have been released" // message of a claim that has lost its last one
 )
+
+// WasBound reports whether a pending claim has been bound before. Its message says so: with
+// a new field, hosts of different versions would make different states of one log.
+func WasBound(c *clusterv1.Claim) bool {
+	return c.GetState() == pending && c.GetMessage() == allReleased
+}
 
 // needsOf returns a copy of a claim without the fields that the state sets.
 func needsOf(c *clusterv1.Claim) *clusterv1.Claim {
@@ -357,7 +365,7 @@ func (t *tx) end(a *clusterv1.Assignment, typ, why string) {
 		t.put(c)
 		t.forget(c)
 	default:
-		c.State, c.Message = pending, "its assignments have been released"
+		c.State, c.Message = pending, allReleased
 		t.put(c)
 		t.event(kindClaim, c.GetId(), "ClaimPending", c.GetMessage())
 	}

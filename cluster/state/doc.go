@@ -53,8 +53,9 @@
 // restarted has nothing left). A confirmation of RESIDENT that arrives after the release
 // changes nothing. When the last assignment is gone, the claim is removed if it was
 // deleted; otherwise it is PENDING again. If it may wait, the leader binds it again,
-// otherwise the caller who released it. A claim is RELEASING only after it was deleted.
-// Reservations that it owns are removed with it.
+// otherwise the caller who released it. So does a host that manages the claim: see
+// WasBound. A claim is RELEASING only after it was deleted. Reservations that it owns are
+// removed with it.
 //
 // A host that was removed by force can confirm nothing. Its assignments are RELEASING and
 // keep their GPUs, which are no longer present, until CancelAssignments, which the leader

@@ -13,6 +13,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/cluster/replica"
+	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
@@ -184,6 +185,64 @@ func TestAClaimOfAHostThatWasRemovedByForceCanBeMadeByAnother(t *testing.T) {
 	if res, err := c.Claim(ctx, claim); err != nil || len(res.GetAssignments()) != 1 {
 		t.Errorf("%v, %v", res, err)
 	}
+}
+
+// A session whose claim may wait is suspended, and later resumed. Meanwhile its GPU is free,
+// and the leader does not give it to the claim again and again.
+func TestAWaitingClaimThatGaveItsGPUBackIsBoundByItsHostAlone(t *testing.T) {
+	t.Parallel()
+	ctx := testkit.Context(t)
+	a := cluster(ctx, t, "a")[0]
+	bound := func(id string, want ...string) {
+		t.Helper()
+		testkit.Until(t, fmt.Sprint(id, " has ", want), func() error {
+			var got []string
+			for as := range a.view(ctx).AssignmentsOfClaim(id) {
+				if as.GetResidence() == clusterv1.Residence_RESIDENCE_RESIDENT {
+					got = append(got, as.GetGpu())
+				}
+			}
+			return testkit.Want(slices.Equal(got, want), got)
+		})
+	}
+	wait := func(id, expr string) {
+		t.Helper()
+		a.host.do(func() { a.host.claims[id], a.host.uses[id] = true, []string{"g0", "g1"} })
+		if _, err := a.Claim(ctx, &clusterv1.Claim{Id: id, Unmet: clusterv1.Unmet_UNMET_WAIT, Expr: expr}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	wait("s", `name == "g0"`)
+	bound("s", "a/g0")
+	wait("next", `name == "g0"`)
+	if !a.Waits() {
+		t.Error("nobody waits for g0")
+	}
+	a.host.do(func() { a.host.uses["s"] = nil }) // the suspend
+	a.Kick()
+	bound("next", "a/g0") // it was never bound before
+	a.host.do(func() { delete(a.host.claims, "next"); delete(a.host.uses, "next") })
+	a.Kick()
+	testkit.Until(t, "g0 is free", func() error {
+		v := a.view(ctx)
+		return testkit.Want(v.Claim("next") == nil && v.GPU("a/g0").GetFree(), v.GPU("a/g0"))
+	})
+	was := a.view(ctx).Index()
+	time.Sleep(500 * time.Millisecond) // nothing tells that it stays so
+	if v := a.view(ctx); v.Index() != was || !v.GPU("a/g0").GetFree() {
+		t.Errorf("%d entries for nothing: %v", v.Index()-was, v.Events(clusterv1.Kind_KIND_UNSPECIFIED, "", 20))
+	}
+	if a.Waits() {
+		t.Error("sessions stay away from home for one that is suspended")
+	}
+	if _, err := a.AwaitBound(ctx, "s"); !reason.Is(err, reason.Contended) {
+		t.Errorf("nobody binds it: %v", err)
+	}
+	a.host.do(func() { a.host.uses["s"] = []string{"g1"} }) // the resume
+	if err := a.Acquire(ctx, &clusterv1.Claim{Id: "s"}, []string{"g1"}, 0); err != nil {
+		t.Fatal(err)
+	}
+	bound("s", "a/g1")
 }
 
 // TestOwnClaims are claims of a host's sessions: bound through the cluster,

@@ -18,6 +18,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/placement"
 	"github.com/gpuctl/gpuctl/cluster/remote"
 	"github.com/gpuctl/gpuctl/cluster/replica"
+	"github.com/gpuctl/gpuctl/cluster/scheduler"
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
 	"github.com/gpuctl/gpuctl/internal/reason"
@@ -114,7 +115,7 @@ func (n *Node) Waits() bool {
 		return false
 	}
 	for c := range m.store.State().View().PendingClaims() {
-		if c.GetUnmet() == clusterv1.Unmet_UNMET_WAIT && (c.GetHost() == "" || c.GetHost() == m.Host) && (c.GetHome() == "" || c.GetHome() == m.Host) {
+		if scheduler.Waits(c) && (c.GetHost() == "" || c.GetHost() == m.Host) && (c.GetHome() == "" || c.GetHome() == m.Host) {
 			return true
 		}
 	}
@@ -122,7 +123,8 @@ func (n *Node) Waits() bool {
 }
 
 // AwaitBound waits until a claim that was made is bound, and returns its assignments. The
-// error wraps clusterapi.ErrNotJoined, or ctx has ended, or the claim is gone.
+// error wraps clusterapi.ErrNotJoined, or ctx has ended, or the claim is gone or has lost
+// what it was given while this host was down for the others: nobody binds it again.
 func (n *Node) AwaitBound(ctx context.Context, claim string) ([]*clusterv1.Assignment, error) {
 	m, err := n.membership()
 	if err != nil {
@@ -139,6 +141,8 @@ func (n *Node) AwaitBound(ctx context.Context, claim string) ([]*clusterv1.Assig
 			return nil, reason.Errorf(reason.NotFound, "claim %s was deleted while it waited", claim).On("claim", claim)
 		case c.GetState() == clusterv1.ClaimState_CLAIM_STATE_BOUND:
 			return slices.Collect(v.AssignmentsOfClaim(claim)), nil
+		case state.WasBound(c):
+			return nil, reason.Errorf(reason.Contended, "claim %s was given a GPU and has lost it before this host knew of it: try again", claim).On("claim", claim)
 		}
 		select {
 		case <-ctx.Done():
