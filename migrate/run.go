@@ -37,7 +37,7 @@ type Config struct {
 	Before func(step string, undo bool) error
 	Log    *slog.Logger
 
-	Patience time.Duration // how long to wait for unreachable hosts: 2 min; a quarter of it while the VM is on its source and its applications are frozen
+	Patience time.Duration // how long to wait for unreachable hosts: 2 min; a quarter of it while the VM is on its source and its applications are frozen, and for an undo that can be left to its host
 	Pause    time.Duration // interval of attempts: 100 ms
 }
 
@@ -216,9 +216,14 @@ func (r *run) enter(ctx context.Context, name string, undo bool) error {
 const maxRecorded = 500
 
 // attempt does a step. While a host is unreachable, it tries again, for the time Patience
-// at most from when that was noticed: the step may have taken longer than that before.
+// at most from when that was noticed: the step may have taken longer than that before. An
+// undo that can be left to its host gets a quarter of that, as the applications may be
+// frozen until the next candidate is tried.
 func (r *run) attempt(ctx context.Context, s step, do func(context.Context, *run) error, undo bool) (err error) {
-	said := ""
+	said, patience := "", r.Patience
+	if undo && leavable(s.name) {
+		patience /= 4
+	}
 	var home time.Time // since when the VM is on its source and can go on there; zero: it is not
 	var lost time.Time // when a host was found to be unreachable
 	for {
@@ -229,7 +234,7 @@ func (r *run) attempt(ctx context.Context, s step, do func(context.Context, *run
 		if lost.IsZero() {
 			lost = time.Now()
 		}
-		if time.Since(lost) > r.Patience {
+		if time.Since(lost) > patience {
 			break
 		}
 		switch atHome := errors.Is(err, errAtHome); {
@@ -308,7 +313,7 @@ func (r *run) back(ctx context.Context) (ended bool, err error) {
 		switch {
 		case errors.Is(err, errTwice), errors.Is(err, errKept), name == StepMove && r.move().GetSentTo() != "" && errors.Is(err, ErrUnreachable):
 			return true, r.halt(ctx, err)
-		case name != StepPrepare && name != StepBorrow:
+		case !leavable(name):
 			return true, r.hold(ctx, name, err)
 		}
 		r.leave(name, err)
@@ -317,8 +322,15 @@ func (r *run) back(ctx context.Context) (ended bool, err error) {
 	return false, nil
 }
 
+// leavable reports whether the undo of a step can be left to the host of the destination's
+// card, or of the remote GPU. It gives that back by itself when the migration has ended.
+func leavable(name string) bool {
+	return name == StepReserve || name == StepPrepare || name == StepBorrow
+}
+
 // leave continues without having given back the destination's card, or the remote GPU. Its
-// host does that when it can, and nobody has to wait for it.
+// host does that when it can, and nobody has to wait for it. The undo of reserve would ask
+// the same host for the same as that of prepare, so it is left with it.
 func (r *run) leave(name string, err error) {
 	gpu := r.move().GetToGpu()
 	if name == StepBorrow {
@@ -326,7 +338,7 @@ func (r *run) leave(name string, err error) {
 	}
 	r.Log.Warn("a GPU is not given back yet", "migration", r.m.GetId(), "gpu", gpu, "err", err)
 	r.m.Message = limited(fmt.Sprintf("%s; %s is not given back yet: %v", r.m.GetMessage(), gpu, err))
-	r.m.Done = slices.DeleteFunc(r.m.GetDone(), func(s string) bool { return s == name })
+	r.m.Done = slices.DeleteFunc(r.m.GetDone(), func(s string) bool { return s == name || name == StepPrepare && s == StepReserve })
 	r.m.Step = ""
 }
 
@@ -403,9 +415,6 @@ func (r *run) another(ctx context.Context) (turned bool, err error) {
 		if err := r.undo(ctx, name); err != nil {
 			if stop := r.halted(ctx, err); stop != nil {
 				return false, stop
-			}
-			if name != StepPrepare {
-				return false, err
 			}
 			r.leave(name, err)
 		}

@@ -302,6 +302,46 @@ func gone(t *testing.T, free uint64, patience time.Duration) time.Duration {
 	return time.Duration(m.GetStoppedNs())
 }
 
+// The destination dies before the VM is sent, or before it has reserved its card: the VM goes to
+// the next candidate, or on where it is. Nobody waits for the dead host to take its card back,
+// which it does by itself when it sees the end.
+func TestDestinationDiesBeforeTheVMIsSent(t *testing.T) {
+	for _, c := range []struct {
+		at         string
+		candidates []string
+		state      clusterv1.MigrationState
+		on         string
+	}{
+		{StepReserve, nil, back, from},
+		{StepReserve, []string{"h3/e"}, done, "h3/e"},
+		{StepPrepare, []string{"h3/e"}, done, "h3/e"},
+		{StepMove, nil, back, from},
+		{StepMove, []string{"h3/e"}, done, "h3/e"},
+		{StepMove, []string{"h1/d"}, done, "h1/d"},
+	} {
+		t.Run(fmt.Sprint(c.at, c.candidates), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				w := newWorld(t)
+				r := w.runner()
+				r.Patience = 2 * time.Minute
+				r.Before = func(step string, _ bool) error {
+					w.mu.Lock()
+					defer w.mu.Unlock()
+					w.down["h2"] = w.down["h2"] || step == c.at
+					return nil
+				}
+				m, err := r.Run(t.Context(), w.migration(to, c.candidates...))
+				if err != nil || m.GetState() != c.state || w.onGPU != c.on || w.frozen["s1"] || w.cards[c.on].plugged != "vm" {
+					t.Errorf("%v %s on %s: %s", err, m.GetState(), w.onGPU, m.GetMessage())
+				}
+				if stood := time.Duration(m.GetStoppedNs()); stood > 70*time.Second {
+					t.Errorf("they stood still for %v", stood)
+				}
+			})
+		})
+	}
+}
+
 func TestVMDies(t *testing.T) {
 	w := newWorld(t)
 	r := w.runner()

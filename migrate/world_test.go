@@ -226,11 +226,9 @@ func (w *world) Put(_ context.Context, m *clusterv1.Migration) (*clusterv1.Migra
 	return proto.CloneOf(w.kept), nil
 }
 
+// Reserve and EndClaim are calls of the GPU's host, as in a cluster.
 func (w *world) Reserve(_ context.Context, claim string, _ vm.VM, gpu string) error {
-	return w.call(func() error {
-		if err := w.fails[HostOf(gpu)+" reserve"]; err != nil {
-			return err
-		}
+	return (&site{w, HostOf(gpu)}).do("reserve", func() error {
 		for c, g := range w.claims {
 			if g == gpu && c != claim {
 				return fmt.Errorf("%s: %w", gpu, ErrTaken)
@@ -241,8 +239,8 @@ func (w *world) Reserve(_ context.Context, claim string, _ vm.VM, gpu string) er
 	})
 }
 
-func (w *world) EndClaim(_ context.Context, claim string, _ vm.VM, _ string) error {
-	return w.call(func() error { delete(w.claims, claim); return nil })
+func (w *world) EndClaim(_ context.Context, claim string, _ vm.VM, gpu string) error {
+	return (&site{w, HostOf(gpu)}).do("endclaim", func() error { delete(w.claims, claim); return nil })
 }
 
 func (w *world) Site(host string) (Site, error) { return &site{w, host}, nil }
