@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"net/http"
 	"slices"
 	"strings"
 	"sync"
@@ -178,33 +179,33 @@ type sites struct {
 	token uint64
 }
 
-func (s sites) Site(host string) (migrate.Site, error) { return s.site(host) }
+func (s sites) Site(host string) (migrate.Site, error) { return s.site(host), nil }
 
-func (s sites) site(host string) (*endpoint.Remote, error) {
+// site returns a host's part. A host that was removed from the cluster is like one that
+// does not answer: the migration must be able to end without it.
+func (s sites) site(host string) *endpoint.Remote {
 	c, err := s.node.Site(host)
 	if err != nil {
-		return nil, fmt.Errorf("host %s: %w", host, err)
+		c = gpuctlv1connect.NewSiteServiceClient(unknown{err}, "https://"+host)
 	}
-	return &endpoint.Remote{Host: host, Migration: s.id, Token: s.token, Service: c}, nil
+	return &endpoint.Remote{Host: host, Migration: s.id, Token: s.token, Service: c}
 }
+
+// unknown is the HTTP client for a host whose address is not known.
+type unknown struct{ err error }
+
+// Do returns why.
+func (u unknown) Do(*http.Request) (*http.Response, error) { return nil, u.err }
 
 // Reserve makes the card's host assign the card to the claim, because that host manages
 // the claim.
 func (s sites) Reserve(ctx context.Context, claim string, m vm.VM, gpu string) error {
-	at, err := s.site(migrate.HostOf(gpu))
-	if err != nil {
-		return err
-	}
-	return at.Reserve(ctx, m, gpu, claim)
+	return s.site(migrate.HostOf(gpu)).Reserve(ctx, m, gpu, claim)
 }
 
 // EndClaim makes the card's host give the card back, which ends the claim.
 func (s sites) EndClaim(ctx context.Context, _ string, m vm.VM, gpu string) error {
-	at, err := s.site(migrate.HostOf(gpu))
-	if err != nil {
-		return err
-	}
-	return at.GiveBack(ctx, m, gpu)
+	return s.site(migrate.HostOf(gpu)).GiveBack(ctx, m, gpu)
 }
 
 // Put writes the migration's record.

@@ -4,8 +4,11 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"strings"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"connectrpc.com/connect"
 	"google.golang.org/protobuf/proto"
@@ -14,21 +17,21 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
-// journal is a node that records migrations and whose hosts do not answer.
+// journal is a node that records migrations, and whose hosts were removed from the cluster.
 type journal struct {
 	records
 	index, taken atomic.Uint64
-	recorded     func()             // called when a record is there, before its writer knows
-	asked        chan chan struct{} // of each host that is asked for; closed, it is not to be had
+	recorded     func() // called when a record is there, before its writer knows
 }
 
 // newJournal has the record of migration m-1, which this host drives.
 func newJournal(t *testing.T, now clusterv1.MigrationState) *journal {
 	t.Helper()
 	s := state.New()
-	j := &journal{records: records{host: "h1", store: s, now: s}, recorded: func() {}, asked: make(chan chan struct{}, 8)}
+	j := &journal{records: records{host: "h1", store: s, now: s}, recorded: func() {}}
 	m, err := j.PutMigration(t.Context(), &clusterv1.Migration{
 		Id: "m-1", Verb: "migrate", Object: "web", Driver: "h1", State: clusterv1.MigrationState_MIGRATION_STATE_RUNNING,
 		Machine: &clusterv1.MachineMove{Uuid: "u1", Name: "web", FromHost: "h1", ToHost: "h2"},
@@ -61,31 +64,14 @@ func (j *journal) PutMigration(_ context.Context, m *clusterv1.Migration, takeOv
 	return proto.CloneOf(res.GetMigration()), nil
 }
 
-func (j *journal) Site(string) (gpuctlv1connect.SiteServiceClient, error) {
-	end := make(chan struct{})
-	j.asked <- end
-	<-end
-	return nil, errors.New("no such host")
+func (j *journal) Site(host string) (gpuctlv1connect.SiteServiceClient, error) {
+	return nil, reason.Coded(reason.Errorf(reason.NotFound, "there is no host %q", host).On("host", host))
 }
 
 func (j *journal) manager(t *testing.T) *Manager {
 	m := New(Config{Node: j, Log: slog.New(slog.DiscardHandler)})
 	m.ctx = t.Context()
-	t.Cleanup(func() {
-		over := make(chan struct{})
-		go func() {
-			m.work.Wait()
-			close(over)
-		}()
-		for {
-			select {
-			case end := <-j.asked:
-				close(end)
-			case <-over:
-				return
-			}
-		}
-	})
+	t.Cleanup(m.work.Wait)
 	return m
 }
 
@@ -131,17 +117,55 @@ func TestNothingIsTakenOverBecauseOfAnOldState(t *testing.T) {
 func TestFormerDriver(t *testing.T) {
 	j := newJournal(t, clusterv1.MigrationState_MIGRATION_STATE_RUNNING)
 	m := j.manager(t)
+	drives, broken := make(chan chan error), errors.New("broken")
+	m.Before = func(string, bool) error {
+		how := make(chan error)
+		select {
+		case drives <- how:
+			return <-how
+		case <-t.Context().Done():
+			return broken
+		}
+	}
 	r := j.View().Migration("m-1")
 	first := m.begin(r)
-	over, asked := first.changed, <-j.asked
-	second := m.begin(r)
-	close(asked)
-	<-over
+	over := <-drives
+	next, err := j.PutMigration(t.Context(), r, true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	second := m.begin(next)
+	defer close(<-drives)
+	over <- broken
+	if err := m.watch(t.Context(), first, func(*gpuctlv1.MachineProgress) error { return nil }); err != nil {
+		t.Fatal(err)
+	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.runs["m-1"] != second {
 		t.Error("the second one is forgotten")
 	}
+}
+
+// A migration with a host that was removed from the cluster ends, as with one that does not
+// answer, and is taken over once.
+func TestRemovedHost(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := newJournal(t, clusterv1.MigrationState_MIGRATION_STATE_RUNNING)
+		m := j.manager(t)
+		for range 300 {
+			m.adopt(t.Context())
+			time.Sleep(2 * time.Second)
+		}
+		m.work.Wait()
+		r := j.View().Migration("m-1")
+		if r.GetState() != clusterv1.MigrationState_MIGRATION_STATE_HELD || !strings.Contains(r.GetMessage(), `there is no host "h2"`) {
+			t.Errorf("%s: %s", r.GetState(), r.GetMessage())
+		}
+		if n := j.taken.Load(); n != 1 {
+			t.Errorf("it was taken over %d times", n)
+		}
+	})
 }
 
 // A migration is held, and this host has not heard of that yet.

@@ -16,7 +16,7 @@ import (
 func newWaiting(t *testing.T) *journal {
 	t.Helper()
 	s := state.New()
-	j := &journal{records: records{host: "h1", store: s, now: s}, recorded: func() {}, asked: make(chan chan struct{}, 8)}
+	j := &journal{records: records{host: "h1", store: s, now: s}, recorded: func() {}}
 	m := &clusterv1.Migration{
 		Id: "m-1", Verb: "migrate", Object: "web", Driver: "h1", State: clusterv1.MigrationState_MIGRATION_STATE_RUNNING,
 		Done:    []string{migrate.StepBorrow, migrate.StepSwap, migrate.StepRelease, migrate.StepDetach},
