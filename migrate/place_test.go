@@ -116,6 +116,46 @@ func TestOperatorSaysThatTheVMIsNotOnALostHost(t *testing.T) {
 	}
 }
 
+// The same of a host that is lost while it has the VM, or while it is to start it: what was
+// done there with the VM needs no undo.
+func TestOperatorSaysThatTheVMIsNotWhereItWas(t *testing.T) {
+	for _, c := range []struct {
+		at    string
+		cold  bool
+		state clusterv1.MigrationState
+		says  string
+	}{
+		{StepAttach, false, failed, "it is gone"},
+		{StepAwait, false, failed, "it is gone"},
+		{StepThaw, false, failed, "it is gone"},
+		{StepDefine, true, back, ""},
+		{StepStart, true, back, ""},
+	} {
+		w := newWorld(t)
+		w.cold = c.cold
+		r := w.runner()
+		r.Before = func(step string, _ bool) error {
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			w.down["h2"] = w.down["h2"] || step == c.at
+			return nil
+		}
+		m, err := r.Run(t.Context(), w.migration(to))
+		if err != nil || m.GetState() != held {
+			t.Errorf("%s: %v, %s: %s", c.at, err, m.GetState(), m.GetMessage())
+		}
+		if m = w.resume(m); m.GetState() != held { // nobody has said anything
+			t.Errorf("%s: %s: %s", c.at, m.GetState(), m.GetMessage())
+		}
+		if m = w.resume(m, "h2"); m.GetState() != c.state || !strings.Contains(m.GetMessage(), c.says) {
+			t.Errorf("%s: %s: %s", c.at, m.GetState(), m.GetMessage())
+		}
+		if c.state == back && (w.off || w.at != "h1" || w.cards[from].plugged != "vm") {
+			t.Errorf("%s: on %s, off %v, %+v", c.at, w.at, w.off, w.cards[from])
+		}
+	}
+}
+
 // What an operator has said counts for a host that cannot be asked, not against
 // its own word.
 func TestHostItselfIsBelievedBeforeTheOperator(t *testing.T) {
@@ -126,6 +166,30 @@ func TestHostItselfIsBelievedBeforeTheOperator(t *testing.T) {
 	w.down["h2"] = false
 	m = w.resume(m, "h2")
 	w.isHeld(m, "the VM runs on two hosts")
+}
+
+// Once a host has said that it has the VM, an earlier word of the operator is over, also when
+// the host is lost again.
+func TestOperatorsWordIsOverWhenTheHostHasTheVM(t *testing.T) {
+	w := newWorld(t)
+	w.loses, w.cuts = true, "h2"
+	m := w.drive(w.migration(to))
+	w.isHeld(m)
+	w.down["h2"], w.at, w.twin = false, "h2", "" // it ran there only
+	r := w.runner()
+	r.Before = func(step string, _ bool) error {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		w.down["h2"] = w.down["h2"] || step == StepAttach
+		return nil
+	}
+	m = proto.CloneOf(m)
+	m.State, m.Machine.AbsentOn = clusterv1.MigrationState_MIGRATION_STATE_RUNNING, []string{"h2"}
+	m, err := r.Run(t.Context(), m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.isHeld(m, "the undo of attach failed: host h2: unreachable")
 }
 
 // The same on the way back: the VM is sent home, and the answer is lost.

@@ -348,7 +348,13 @@ func (r *run) undo(ctx context.Context, name string) error {
 		if err := r.enter(ctx, name, true); err != nil {
 			return err
 		}
-		if err := r.attempt(ctx, r.all[i], r.all[i].undo, true); err != nil {
+		undo := func(ctx context.Context, r *run) error {
+			if r.nothingThere(ctx, name) {
+				return nil
+			}
+			return r.all[i].undo(ctx, r)
+		}
+		if err := r.attempt(ctx, r.all[i], undo, true); err != nil {
 			return err
 		}
 	}

@@ -537,6 +537,9 @@ func (r *run) places(ctx context.Context, a, b Site, from, to string, home bool)
 	case err != nil:
 		return here, there, said, r.unsure(from, err)
 	}
+	if there == Running { // what an operator has said of this host before is over
+		r.m.Machine.AbsentOn = slices.DeleteFunc(r.move().GetAbsentOn(), func(host string) bool { return host == to })
+	}
 	if gone := (home && !alive(here) || !home && !alive(there)) && here != Moving && there != Moving; gone {
 		r.m.Machine.SentTo = "" // the other host has confirmed that it does not have the VM
 	}
@@ -579,6 +582,18 @@ func alive(p Presence) bool { return p == Running || p == Moving || p == Kept }
 // saidAbsent reports whether an operator has stated that the VM is not on a host. That is
 // used if the host itself cannot be asked.
 func (r *run) saidAbsent(host string) bool { return slices.Contains(r.move().GetAbsentOn(), host) }
+
+// nothingThere reports whether a step needs no undo: it was done with the VM on the
+// destination, which does not answer, and an operator has stated that the VM is not there.
+func (r *run) nothingThere(ctx context.Context, name string) bool {
+	there := []string{StepDefine, StepStart, StepRestore, StepAttach, StepThaw, StepHome}
+	host := r.move().GetToHost()
+	if host == r.move().GetFromHost() || !r.saidAbsent(host) || !slices.Contains(there, name) {
+		return false
+	}
+	_, err := r.to().Where(ctx, r.vm())
+	return errors.Is(err, ErrUnreachable)
+}
 
 // unsure returns the error for a host that cannot be asked. If the VM was sent, it may
 // run there.
