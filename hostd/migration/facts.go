@@ -20,9 +20,8 @@ import (
 // asking limits the time that a host may take for its facts.
 const asking = 15 * time.Second
 
-// plan collects the facts from all hosts and makes a plan.
-func (m *Manager) plan(ctx context.Context, r *gpuctlv1.MachinePlanRequest, uuid string) (*migrate.Plan, *gpuctlv1.SiteMachineFacts, error) {
-	v := m.Node.View()
+// plan collects the facts from all hosts and makes a plan by a state of the cluster.
+func (m *Manager) plan(ctx context.Context, v *state.View, r *gpuctlv1.MachinePlanRequest, uuid string) (*migrate.Plan, *gpuctlv1.SiteMachineFacts, error) {
 	if v == nil {
 		return nil, nil, fmt.Errorf("this host is in no cluster: gpuctl cluster init, or join")
 	}
@@ -35,7 +34,7 @@ func (m *Manager) plan(ctx context.Context, r *gpuctlv1.MachinePlanRequest, uuid
 		return nil, nil, err
 	}
 	facts := vmFacts(m.Node.HostName(), res.Msg)
-	facts.Migration = m.moving(ctx, uuid)
+	facts.Migration = m.moving(ctx, v, uuid)
 	model := migrate.NewCostModel()
 	for _, one := range past(v) {
 		model.Learn(one)

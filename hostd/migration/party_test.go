@@ -4,12 +4,17 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"strings"
 	"testing"
 
+	"connectrpc.com/connect"
 	"github.com/google/go-cmp/cmp"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/migrate"
 )
@@ -84,9 +89,63 @@ func TestMoving(t *testing.T) {
 		{"nobody answers", runs, nil, "u1", "m-1"},
 		{"of another VM", runs, nil, "u2", ""},
 	} {
-		if got := New(Config{Node: records{host: "h2", store: c.here, now: c.now}}).moving(t.Context(), c.uuid); got != c.want {
+		if got := New(Config{Node: records{host: "h2", store: c.here, now: c.now}}).moving(t.Context(), c.here.View(), c.uuid); got != c.want {
 			t.Errorf("%s: %q; want %q", c.name, got, c.want)
 		}
+	}
+}
+
+// sending is a host whose VM could be migrated.
+type sending struct {
+	records
+	gpuctlv1connect.SiteServiceClient
+}
+
+func (s sending) Site(string) (gpuctlv1connect.SiteServiceClient, error) { return s, nil }
+
+func (s sending) MachineFacts(_ context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteMachineFacts], error) {
+	return connect.NewResponse(&gpuctlv1.SiteMachineFacts{Uuid: req.Msg.GetUuid(), Name: "web"}), nil
+}
+
+// A start right after another one is refused, though the record of that is not applied here
+// yet. A plan is made by what is applied here, also without a leader.
+func TestStartTwice(t *testing.T) {
+	here, now := state.New(), state.New()
+	putter(t, now)(&clusterv1.Migration{Id: "m-1", Verb: "migrate", Object: "web", Driver: "h1", Machine: &clusterv1.MachineMove{Uuid: "u1", Name: "web", FromHost: "h1", ToHost: "h2"}})
+	for _, c := range []struct {
+		name string
+		now  *state.Store
+		says string
+	}{
+		{"not applied here yet", now, "migration m-1 of VM web runs already"},
+		{"nobody answers", nil, "vm web: whether it is migrated already is not known: no leader"},
+	} {
+		m := New(Config{
+			Node: sending{records: records{host: "h1", store: here, now: c.now}},
+			VMs: func(context.Context) ([]*gpuctlv1.Machine, []string) {
+				return []*gpuctlv1.Machine{{Uuid: "u1", Name: "web", Host: "h1"}}, nil
+			},
+		})
+		mux := http.NewServeMux()
+		m.Handle(mux)
+		server := httptest.NewServer(mux)
+		client := gpuctlv1connect.NewMigrationServiceClient(server.Client(), server.URL)
+		plan := &gpuctlv1.MachinePlanRequest{Machine: "web", Verb: "migrate"}
+		if _, err := client.Plan(t.Context(), connect.NewRequest(plan)); err != nil {
+			t.Errorf("%s: plan: %v", c.name, err)
+		}
+		stream, err := client.Start(t.Context(), connect.NewRequest(&gpuctlv1.MachineStartRequest{Plan: plan, NoWait: true}))
+		if err != nil {
+			t.Fatal(err)
+		}
+		stream.Receive()
+		if got := fmt.Sprint(stream.Msg().GetRefused().GetReasons(), stream.Err()); !strings.Contains(got, c.says) {
+			t.Errorf("%s: %s", c.name, got)
+		}
+		if err := stream.Close(); err != nil {
+			t.Error(err)
+		}
+		server.Close()
 	}
 }
 

@@ -31,6 +31,14 @@ type Records struct{ log Log }
 // NewRecords returns the records in a log.
 func NewRecords(log Log) Records { return Records{log} }
 
+// committed returns the state with everything that is committed, or an error if that does
+// not come soon.
+func (rs Records) committed(ctx context.Context) (*state.View, error) {
+	ctx, cancel := context.WithTimeout(ctx, readTimeout)
+	defer cancel()
+	return rs.log.Read(ctx)
+}
+
 // Pending reports whether a migration has not ended, or whether that is unknown now. A
 // host that was just started knows no migrations until it has received the log.
 func (rs Records) Pending(ctx context.Context, id string) bool {
@@ -39,9 +47,7 @@ func (rs Records) Pending(ctx context.Context, id string) bool {
 			return !over(r)
 		}
 	}
-	ctx, cancel := context.WithTimeout(ctx, readTimeout)
-	defer cancel()
-	v, err := rs.log.Read(ctx)
+	v, err := rs.committed(ctx)
 	if err != nil {
 		return true
 	}
@@ -49,9 +55,9 @@ func (rs Records) Pending(ctx context.Context, id string) bool {
 	return r != nil && !over(r)
 }
 
-// moving returns the migration of a VM that is not over, or "". This host may learn of the end of one later
+// moving returns the migration of a VM that is not over in a state, or "". This host may learn of the end of one later
 // than the client that was told of it, so what runs in the state applied here is looked for in what is committed.
-func (rs Records) moving(ctx context.Context, uuid string) string {
+func (rs Records) moving(ctx context.Context, v *state.View, uuid string) string {
 	in := func(v *state.View) string {
 		for r := range v.Migrations() {
 			if r.GetMachine().GetUuid() == uuid && !over(r) {
@@ -60,7 +66,6 @@ func (rs Records) moving(ctx context.Context, uuid string) string {
 		}
 		return ""
 	}
-	v := rs.log.View()
 	if v == nil {
 		return ""
 	}
@@ -68,9 +73,7 @@ func (rs Records) moving(ctx context.Context, uuid string) string {
 	if id == "" {
 		return ""
 	}
-	ctx, cancel := context.WithTimeout(ctx, readTimeout)
-	defer cancel()
-	v, err := rs.log.Read(ctx)
+	v, err := rs.committed(ctx)
 	if err != nil {
 		return id
 	}
@@ -92,9 +95,7 @@ func (rs Records) Ended(id string) (ended, known bool) {
 // Away returns the VMs, by UUID, that belong to another host after their last migration
 // has ended, and that host. This host should have nothing of them.
 func (rs Records) Away(ctx context.Context) map[string]string {
-	ctx, cancel := context.WithTimeout(ctx, readTimeout)
-	defer cancel()
-	v, err := rs.log.Read(ctx)
+	v, err := rs.committed(ctx)
 	if err != nil {
 		return nil
 	}
@@ -121,9 +122,7 @@ func (rs Records) Away(ctx context.Context) map[string]string {
 
 // Moves reports whether a migration of a VM has not ended, or whether that is unknown now.
 func (rs Records) Moves(ctx context.Context, uuid string) bool {
-	ctx, cancel := context.WithTimeout(ctx, readTimeout)
-	defer cancel()
-	v, err := rs.log.Read(ctx)
+	v, err := rs.committed(ctx)
 	if err != nil {
 		return true
 	}
@@ -213,9 +212,7 @@ func (rs Records) Over(ctx context.Context, id string) (over, here bool) {
 	}
 	r := v.Migration(id)
 	if r == nil {
-		ctx, cancel := context.WithTimeout(ctx, readTimeout)
-		defer cancel()
-		if v, err := rs.log.Read(ctx); err != nil {
+		if v, err := rs.committed(ctx); err != nil {
 			return false, false
 		} else if r = v.Migration(id); r == nil {
 			return true, true

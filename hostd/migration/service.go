@@ -99,7 +99,7 @@ func (s *Service) Plan(ctx context.Context, req *connect.Request[gpuctlv1.Machin
 		}
 		return connect.NewResponse(res.Msg), nil
 	}
-	p, _, err := s.m.plan(ctx, req.Msg, machine.GetUuid())
+	p, _, err := s.m.plan(ctx, s.m.Node.View(), req.Msg, machine.GetUuid())
 	if err != nil {
 		return nil, err
 	}
@@ -122,7 +122,14 @@ func (s *Service) Start(ctx context.Context, req *connect.Request[gpuctlv1.Machi
 		return err
 	}
 	defer func() { end() }()
-	p, facts, err := s.m.plan(ctx, req.Msg.GetPlan(), machine.GetUuid())
+	// The leader answers a record before this host has applied it: a second start right after
+	// the first would not see that one in the state applied here, and two drivers would fence each
+	// other. So this plan is made by what is committed. That needs a leader, as the record does.
+	v, err := s.m.committed(ctx)
+	if err != nil {
+		return fmt.Errorf("vm %s: whether it is migrated already is not known: %w", machine.GetName(), err)
+	}
+	p, facts, err := s.m.plan(ctx, v, req.Msg.GetPlan(), machine.GetUuid())
 	if err != nil {
 		return err
 	}
@@ -187,7 +194,7 @@ func (s *Service) Rehearse(ctx context.Context, req *connect.Request[gpuctlv1.Ma
 		return err
 	}
 	defer end()
-	if id := s.m.moving(ctx, machine.GetUuid()); id != "" {
+	if id := s.m.moving(ctx, s.m.Node.View(), machine.GetUuid()); id != "" {
 		return reason.Coded(reason.Errorf(reason.Busy, "migration %s of vm %s runs", id, machine.GetName()).On("vm", machine.GetName()))
 	}
 	return s.m.Rehearse(ctx, machine.GetUuid(), machine.GetName(), time.Duration(req.Msg.GetFreezeTimeoutMs())*time.Millisecond, out.Send)
