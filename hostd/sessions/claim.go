@@ -28,10 +28,11 @@ type claim struct {
 	Count   int               `json:"count"`
 	Name    string            `json:"name,omitempty"` // name of the virtual device
 	Type    string            `json:"type,omitempty"`
-	Engine  string            `json:"engine,omitempty"` // that the application needs; empty: any
-	Memory  uint64            `json:"memory,omitempty"` // memory of the virtual device, bytes
-	GPUs    []string          `json:"gpus,omitempty"`   // GPUs on which the claim's next session starts
-	Held    map[string]uint64 `json:"held,omitempty"`   // amount by GPU, bytes; 0: the whole GPU
+	Engine  string            `json:"engine,omitempty"`  // that the application needs; empty: any
+	Memory  uint64            `json:"memory,omitempty"`  // memory of the virtual device, bytes
+	GPUs    []string          `json:"gpus,omitempty"`    // GPUs on which the claim's next session starts
+	Offered []string          `json:"offered,omitempty"` // GPUs that gpuguest may still give to the next session
+	Held    map[string]uint64 `json:"held,omitempty"`    // amount by GPU, bytes; 0: the whole GPU
 	Holder  holder            `json:"holder"`
 	Created int64             `json:"created"`          // Unix time, ms
 	Remote  string            `json:"remote,omitempty"` // never, allowed or only; empty: never

@@ -478,7 +478,8 @@ func (h *Host) settle(c *claim) {
 	need := map[string]bool{}
 	live := false
 	if !c.Released {
-		for _, gpu := range c.GPUs {
+		// What is still offered, too: a session may begin there until the offer is replaced.
+		for _, gpu := range slices.Concat(c.GPUs, c.Offered) {
 			need[gpu] = true
 		}
 	}

@@ -49,6 +49,8 @@ type fixture struct {
 	done chan struct{}
 	gpuctlv1connect.HostServiceClient
 	with HostConfig // what the host has beside what each host of a test has
+
+	other *otherHost // in the host's cluster; nil: there is none
 }
 
 func newFixture(t failer, state string, with ...func(*HostConfig)) *fixture {
@@ -82,6 +84,10 @@ func (f *fixture) start() {
 	with := f.with
 	with.Guest, with.AppSocket, with.StateFile, with.Config = gpuctlv1connect.NewGuestServiceClient(f.front.Client(), f.front.URL), "/app", f.state, c
 	with.Root, with.PCI, with.NVML, with.Cluster, with.Log = root, pci.NewScanner(root), f.nvml, f.node, slog.New(slog.DiscardHandler)
+	if f.other != nil {
+		f.other.Node = f.node
+		with.Cluster = f.other
+	}
 	host, err := NewHost(ctx, with)
 	if err != nil {
 		f.t.Fatal(err)

@@ -47,9 +47,9 @@ func (h *Host) repeatOffer(ctx context.Context, c *claim) {
 
 func (h *Host) offer(ctx context.Context, c *claim, p placement, amount uint64) error {
 	h.mu.Lock()
-	offered := h.borrowed[c.Lease]
+	offered, current := h.borrowed[c.Lease], slices.Equal(c.Offered, p.ids())
 	h.mu.Unlock()
-	if p.far() && offered != nil && slices.Equal(offered.GPUs, p.ids()) {
+	if p.far() && offered != nil && current {
 		return nil // gpuguest keeps its offers, and no session has used this one
 	}
 	return h.offerTo(ctx, c, p, amount)
@@ -62,6 +62,14 @@ func (h *Host) offerTo(ctx context.Context, c *claim, p placement, amount uint64
 		return fmt.Errorf("claim %s: %w", c.ID, err)
 	}
 	defer h.named(lease)
+	h.mu.Lock()
+	for _, gpu := range p.ids() { // the answer may get lost
+		if !slices.Contains(c.Offered, gpu) {
+			c.Offered = append(c.Offered, gpu)
+		}
+	}
+	h.save()
+	h.mu.Unlock()
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
 	_, err = h.Guest.Offer(ctx, connect.NewRequest(&gpuctlv1.OfferRequest{
@@ -71,10 +79,19 @@ func (h *Host) offerTo(ctx context.Context, c *claim, p placement, amount uint64
 		return fmt.Errorf("offer gpu %s to claim %s: %w", p, c.ID, plain(err))
 	}
 	h.mu.Lock()
+	defer h.mu.Unlock()
 	c.Lease = lease
-	h.save()
-	h.mu.Unlock()
+	h.offered(c, p.ids())
 	return nil
+}
+
+// offered records which GPUs gpuguest offers to a claim, and gives back the others that the
+// claim no longer needs. The caller holds h.mu.
+func (h *Host) offered(c *claim, gpus []string) {
+	c.Offered = gpus
+	if h.claims[c.ID] == c {
+		h.settle(c)
+	}
 }
 
 func (h *Host) withdraw(ctx context.Context, c *claim) {
@@ -83,7 +100,13 @@ func (h *Host) withdraw(ctx context.Context, c *claim) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
-	if _, err := h.Guest.Withdraw(ctx, connect.NewRequest(&gpuctlv1.WithdrawRequest{Token: c.Token})); err != nil && ctx.Err() == nil {
-		h.Log.Warn("offer not withdrawn", "claim", c.ID, "err", plain(err))
+	if _, err := h.Guest.Withdraw(ctx, connect.NewRequest(&gpuctlv1.WithdrawRequest{Token: c.Token})); err != nil {
+		if ctx.Err() == nil {
+			h.Log.Warn("offer not withdrawn", "claim", c.ID, "err", plain(err))
+		}
+		return
 	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.offered(c, nil)
 }

@@ -302,7 +302,7 @@ func (h *Host) doubt(op *operation) {
 }
 
 // commit changes the claim's placement to the session's new GPUs. The source is given
-// back by end.
+// back when no session can start there any more.
 func (h *Host) commit(op *operation, c *claim, s *gpuctlv1.Session) {
 	h.mu.Lock()
 	moved := false
@@ -324,7 +324,6 @@ func (h *Host) commit(op *operation, c *claim, s *gpuctlv1.Session) {
 	op.GPUs, op.From, op.Lease = nil, nil, ""
 	h.mu.Unlock()
 	if moved {
-		// Before the source is released, so that no new session starts there.
 		h.repeatOffer(h.ctx, c)
 	}
 }

@@ -1,0 +1,218 @@
+package sessions
+
+import (
+	"context"
+	"crypto/rand"
+	"path/filepath"
+	"sync"
+	"testing"
+	"time"
+
+	"connectrpc.com/connect"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/hostd/guesttest"
+	"github.com/gpuctl/gpuctl/hostd/member"
+	"github.com/gpuctl/gpuctl/internal/testkit"
+)
+
+// farGPU is a GPU that another host lends.
+const farGPU = "there/one"
+
+func farLimits() *gpuctlv1.Limits {
+	return &gpuctlv1.Limits{GlobalMemory: 8 << 30, MaxAlloc: 8 << 30}
+}
+
+func farTarget() *gpuctlv1.Target {
+	return &gpuctlv1.Target{Gpu: farGPU, Limits: farLimits(), Runtime: &gpuctlv1.Runtime{Remote: &gpuctlv1.Remote{PeerCertSha256: make([]byte, 32)}}}
+}
+
+// otherHost is a host's cluster with another host in it, which lends a GPU.
+type otherHost struct {
+	*member.Node
+
+	asked chan struct{} // gets something for each lease that is asked for
+	lends chan struct{} // the answers wait until it is closed
+}
+
+func (*otherHost) GPU(id string) *clusterv1.GPU {
+	return &clusterv1.GPU{Id: id, Host: "there", Name: "one", Limits: farLimits()}
+}
+
+func (*otherHost) Calibrate(context.Context, string, func(*clusterv1.Link, time.Duration, float64) *clusterv1.Link) error {
+	return nil
+}
+
+func (o *otherHost) Borrow(ctx context.Context, _ string, _ *clusterv1.LendRequest) (*clusterv1.LendResponse, error) {
+	o.asked <- struct{}{}
+	select {
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	case <-o.lends:
+	}
+	peer := make([]byte, 32)
+	_, _ = rand.Read(peer)
+	return &clusterv1.LendResponse{Addresses: []string{"there:7651"}, Token: peer, CertificateSha256: peer, Limits: farLimits()}, nil
+}
+
+func (*otherHost) GiveBack(context.Context, string, string) error { return nil }
+
+// borrower is a host with a claim of its GPU big and a session there, and another host in its
+// cluster.
+type borrower struct {
+	*fixture
+
+	t       *testing.T
+	token   string
+	session string
+	c       *claim
+}
+
+func newBorrower(t *testing.T) *borrower {
+	t.Helper()
+	f := &fixture{
+		t: t, guest: guesttest.New(), state: filepath.Join(t.TempDir(), "state.json"),
+		other: &otherHost{asked: make(chan struct{}, 8), lends: make(chan struct{})},
+	}
+	f.open()
+	t.Cleanup(f.close)
+	b := &borrower{fixture: f, t: t}
+	b.token = b.fixture.claim(&gpuctlv1.CreateClaimRequest{Expr: "id == 'big'"}).GetToken()
+	b.session = b.next()
+	b.c = b.host.claims[b.host.sessions[b.session].GetClaim()]
+	return b
+}
+
+// next starts a session with the claim's token.
+func (b *borrower) next() string {
+	b.t.Helper()
+	id, err := b.guest.Begin(b.token, 1, "x", 1<<20)
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	b.resync()
+	return id
+}
+
+func (b *borrower) resync() {
+	b.t.Helper()
+	if err := b.host.Resync(b.t.Context()); err != nil {
+		b.t.Fatal(err)
+	}
+}
+
+// away moves the session to the other host's GPU, as gpuguest does it, and returns the result.
+func (b *borrower) away() *gpuctlv1.SwapResult {
+	b.t.Helper()
+	return b.result(b.host.Guest.Swap(b.t.Context(), connect.NewRequest(&gpuctlv1.SwapRequest{Session: b.session, Target: farTarget()})))
+}
+
+func (b *borrower) result(s *connect.ServerStreamForClient[gpuctlv1.Progress], err error) *gpuctlv1.SwapResult {
+	b.t.Helper()
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	defer s.Close()
+	var r *gpuctlv1.SwapResult
+	for s.Receive() {
+		r = s.Msg().GetResult()
+	}
+	if r.GetSession() == nil {
+		b.t.Fatal(r, s.Err())
+	}
+	return r
+}
+
+// asked waits until the other host was asked for a lease.
+func (b *borrower) asked() {
+	b.t.Helper()
+	select {
+	case <-b.other.asked:
+	case <-testkit.Context(b.t).Done():
+		b.t.Fatal("the other host was not asked for a lease")
+	}
+}
+
+func (b *borrower) begin(kind string) *operation {
+	b.t.Helper()
+	op, _, _, err := b.host.begin(b.session, kind)
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	return op
+}
+
+// has reports whether the claim has a GPU, after somebody has compared what it needs.
+func (b *borrower) has(gpu string) bool {
+	b.host.mu.Lock()
+	defer b.host.mu.Unlock()
+	b.host.settle(b.c)
+	_, ok := b.host.ledger.Holds(b.c.ID, gpu)
+	return ok
+}
+
+// As long as gpuguest has the old offer, a session may begin on the source. The offer of a
+// remote GPU takes until that host has answered.
+func TestSourceStaysReservedUntilItIsNotOfferedAnyMore(t *testing.T) {
+	for what, leave := range map[string]func(*borrower, *sync.WaitGroup){
+		"a swap": func(b *borrower, wg *sync.WaitGroup) {
+			op := b.begin("migrate")
+			s := b.away().GetSession()
+			wg.Go(func() {
+				b.host.commit(op, b.c, s)
+				b.host.end(op, b.c)
+			})
+		},
+		"a swap whose end a list tells": func(b *borrower, _ *sync.WaitGroup) {
+			op := b.begin("migrate")
+			b.away()
+			b.resync() // no older list is accepted after that
+			b.host.mu.Lock()
+			op.doubt = true
+			b.host.mu.Unlock()
+			b.resync()
+		},
+		"a resume of a session that left its GPU to another": func(b *borrower, wg *sync.WaitGroup) {
+			other := b.next()
+			if _, err := last(b.Suspend(b.t.Context(), connect.NewRequest(&gpuctlv1.HostSuspendRequest{Session: b.session}))); err != nil {
+				b.t.Fatal(err)
+			}
+			b.guest.End(other)
+			b.resync()
+			op := b.begin("resume")
+			r := b.result(b.host.Guest.Resume(b.t.Context(), connect.NewRequest(&gpuctlv1.ResumeRequest{Session: b.session, Target: farTarget()})))
+			wg.Go(func() {
+				b.host.commit(op, b.c, r.GetSession())
+				b.host.end(op, b.c)
+			})
+		},
+	} {
+		t.Run(what, func(t *testing.T) {
+			b := newBorrower(t)
+			var wg sync.WaitGroup
+			defer wg.Wait()
+			leave(b, &wg)
+			b.asked()
+			if !b.has("big") {
+				t.Error("the source is free, and gpuguest offers it")
+			}
+			if c := b.claim(&gpuctlv1.CreateClaimRequest{Expr: "id == 'big'"}); c != nil {
+				t.Error("the source is another claim's, and gpuguest offers it")
+			}
+			close(b.other.lends)
+			testkit.Until(t, "the source is free", func() error { return testkit.Want(!b.has("big")) })
+			b.session = b.next()
+			if at := b.at(); at != farGPU {
+				t.Errorf("the next session is on %s", at)
+			}
+		})
+	}
+}
+
+// at returns where the session is.
+func (b *borrower) at() string {
+	b.host.mu.Lock()
+	defer b.host.mu.Unlock()
+	return b.host.sessions[b.session].GetTarget().GetGpu()
+}
