@@ -341,7 +341,7 @@ func (h *Host) renew(ctx context.Context) {
 
 func (h *Host) renewOne(ctx context.Context, c *claim, old *borrowed) {
 	h.mu.Lock()
-	p := h.placement(c.GPUs)
+	p, placed := h.placement(c.GPUs), c.placed
 	amount, held := uint64(0), false
 	if p != nil {
 		amount, held = h.ledger.Holds(c.ID, p[0].GetId())
@@ -351,7 +351,7 @@ func (h *Host) renewOne(ctx context.Context, c *claim, old *borrowed) {
 	if !current {
 		return
 	}
-	if err := h.offerTo(ctx, c, p, amount); err != nil && ctx.Err() == nil {
+	if err := h.offerTo(ctx, c, p, amount, placed); err != nil && ctx.Err() == nil {
 		h.Log.Warn("offered lease not replaced", "claim", c.ID, "lease", old.ID, "host", old.Host, "err", err)
 	}
 }

@@ -33,7 +33,18 @@ type otherHost struct {
 	*member.Node
 
 	asked chan struct{} // gets something for each lease that is asked for
-	lends chan struct{} // the answers wait until it is closed
+
+	mu    sync.Mutex
+	lends chan struct{} // what is asked from now on is answered when it is closed
+}
+
+// hold keeps the other host from answering what it is asked from now on, until let is called.
+func (o *otherHost) hold() (let func()) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	lends := make(chan struct{})
+	o.lends = lends
+	return func() { close(lends) }
 }
 
 func (*otherHost) GPU(id string) *clusterv1.GPU {
@@ -45,11 +56,14 @@ func (*otherHost) Calibrate(context.Context, string, func(*clusterv1.Link, time.
 }
 
 func (o *otherHost) Borrow(ctx context.Context, _ string, _ *clusterv1.LendRequest) (*clusterv1.LendResponse, error) {
+	o.mu.Lock()
+	lends := o.lends
+	o.mu.Unlock()
 	o.asked <- struct{}{}
 	select {
 	case <-ctx.Done():
 		return nil, ctx.Err()
-	case <-o.lends:
+	case <-lends:
 	}
 	peer := make([]byte, 32)
 	_, _ = rand.Read(peer)
@@ -73,8 +87,9 @@ func newBorrower(t *testing.T) *borrower {
 	t.Helper()
 	f := &fixture{
 		t: t, guest: guesttest.New(), state: filepath.Join(t.TempDir(), "state.json"),
-		other: &otherHost{asked: make(chan struct{}, 8), lends: make(chan struct{})},
+		other: &otherHost{asked: make(chan struct{}, 8)},
 	}
+	f.other.hold()()
 	f.open()
 	t.Cleanup(f.close)
 	b := &borrower{fixture: f, t: t}
@@ -190,6 +205,7 @@ func TestSourceStaysReservedUntilItIsNotOfferedAnyMore(t *testing.T) {
 	} {
 		t.Run(what, func(t *testing.T) {
 			b := newBorrower(t)
+			let := b.other.hold()
 			var wg sync.WaitGroup
 			defer wg.Wait()
 			leave(b, &wg)
@@ -200,7 +216,7 @@ func TestSourceStaysReservedUntilItIsNotOfferedAnyMore(t *testing.T) {
 			if c := b.claim(&gpuctlv1.CreateClaimRequest{Expr: "id == 'big'"}); c != nil {
 				t.Error("the source is another claim's, and gpuguest offers it")
 			}
-			close(b.other.lends)
+			let()
 			testkit.Until(t, "the source is free", func() error { return testkit.Want(!b.has("big")) })
 			b.session = b.next()
 			if at := b.at(); at != farGPU {
@@ -215,4 +231,103 @@ func (b *borrower) at() string {
 	b.host.mu.Lock()
 	defer b.host.mu.Unlock()
 	return b.host.sessions[b.session].GetTarget().GetGpu()
+}
+
+// abroad has the claim's next session begin on the other host's GPU.
+func (b *borrower) abroad() {
+	b.place(farGPU)
+	b.host.repeatOffer(b.t.Context(), b.c)
+	b.asked()
+}
+
+func (b *borrower) place(gpu string) {
+	b.host.mu.Lock()
+	defer b.host.mu.Unlock()
+	b.c.place([]string{gpu})
+	b.host.settle(b.c)
+}
+
+// renews starts to renew the lease that is offered. The other host answers when let is called.
+func (b *borrower) renews(wg *sync.WaitGroup) (let func()) {
+	b.t.Helper()
+	let = b.other.hold()
+	b.host.mu.Lock()
+	old := b.host.borrowed[b.c.Lease]
+	b.host.mu.Unlock()
+	wg.Go(func() { b.host.renewOne(b.t.Context(), b.c, old) })
+	b.asked()
+	b.other.hold()()
+	return let
+}
+
+// A lease takes a while. Meanwhile the claim may have come home, or left and come back: the lease
+// is of an assignment that is over, then.
+func TestALateLeaseIsNotOffered(t *testing.T) {
+	for what, c := range map[string]struct {
+		moves  []string
+		want   string
+		leases int // that are left: of the session, and for the next one
+	}{
+		"it came home":        {[]string{"big"}, "big", 0},
+		"it was home between": {[]string{"big", farGPU}, farGPU, 2},
+	} {
+		t.Run(what, func(t *testing.T) {
+			b := newBorrower(t)
+			b.abroad()
+			var wg sync.WaitGroup
+			let := b.renews(&wg)
+			for _, gpu := range c.moves {
+				b.place(gpu)
+				b.host.repeatOffer(t.Context(), b.c)
+			}
+			b.host.mu.Lock()
+			lease := b.c.Lease
+			b.host.mu.Unlock()
+			let()
+			wg.Wait()
+			b.host.mu.Lock()
+			if b.c.Lease != lease {
+				t.Errorf("lease %q is offered, not %q", b.c.Lease, lease)
+			}
+			b.host.mu.Unlock()
+			b.session = b.next()
+			if at := b.at(); at != c.want {
+				t.Errorf("the next session is on %s", at)
+			}
+			testkit.Until(t, "the other leases are given back", func() error {
+				b.host.mu.Lock()
+				defer b.host.mu.Unlock()
+				return testkit.Want(len(b.host.borrowed) == c.leases)
+			})
+		})
+	}
+}
+
+// Nothing is offered to a claim that is released: nobody would withdraw it.
+func TestALateLeaseOfAReleasedClaimIsNotOffered(t *testing.T) {
+	b := newBorrower(t)
+	b.abroad()
+	var wg sync.WaitGroup
+	let := b.renews(&wg)
+	if _, err := b.ReleaseClaim(t.Context(), connect.NewRequest(&gpuctlv1.ReleaseClaimRequest{Claim: b.c.ID})); err != nil {
+		t.Fatal(err)
+	}
+	let()
+	wg.Wait()
+	if left := b.guest.Offered(); len(left) > 0 {
+		t.Errorf("offered: %v", left)
+	}
+}
+
+// A session was suspended, and is back before its claim's offer is withdrawn.
+func TestALateWithdrawalTakesNoNewerOfferBack(t *testing.T) {
+	b := newBorrower(t)
+	b.host.withdrawAt(t.Context(), b.c, b.c.placed-1)
+	if left := b.guest.Offered(); len(left) != 1 {
+		t.Errorf("offered: %v", left)
+	}
+	b.host.withdrawAt(t.Context(), b.c, b.c.placed)
+	if left := b.guest.Offered(); len(left) > 0 {
+		t.Errorf("offered: %v", left)
+	}
 }

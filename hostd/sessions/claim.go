@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
@@ -44,6 +45,16 @@ type claim struct {
 	VM      *forVM            `json:"vm,omitempty"` // for whom it is; nil: sessions of this host
 	// Released: no new session may use the claim. The claim ends with its last session.
 	Released bool `json:"released,omitempty"`
+
+	placed   int        // changes with GPUs
+	offering sync.Mutex // held while gpuguest is told what it offers; locked before the host's
+}
+
+// place changes on which GPUs the claim's next session starts. What is still being offered from
+// before is outdated with that.
+func (c *claim) place(gpus []string) {
+	c.GPUs = gpus
+	c.placed++
 }
 
 // holder is the process that a claim belongs to. The start time distinguishes it from a

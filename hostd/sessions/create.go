@@ -29,6 +29,8 @@ func (h *Host) releaseOrphans(ctx context.Context) {
 }
 
 func (h *Host) release(ctx context.Context, c *claim) {
+	c.offering.Lock() // until it is released, so that nothing is offered again between
+	defer c.offering.Unlock()
 	h.withdraw(ctx, c)
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -98,6 +100,7 @@ func (h *Host) createClaim(ctx context.Context, c *claim) (placement, []*gpuctlv
 	}
 	h.mu.Lock()
 	p, amount, err := h.admit(c, res, err)
+	placed := c.placed
 	delete(h.claiming, c.ID)
 	if p == nil {
 		out = append(out, h.candidates(res.GetRejected(), names)...)
@@ -110,7 +113,7 @@ func (h *Host) createClaim(ctx context.Context, c *claim) (placement, []*gpuctlv
 		return nil, out, err
 	}
 	h.Log.Info("claim made", "claim", c.ID, "gpu", p.String(), "memory", amount)
-	if err := h.offer(ctx, c, p, amount); err != nil {
+	if err := h.offer(ctx, c, p, amount, placed); err != nil {
 		h.mu.Lock()
 		c.Released = true
 		h.settle(c)

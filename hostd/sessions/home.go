@@ -131,7 +131,7 @@ func (h *Host) claimHome(ctx context.Context, c *claim, ids []string, amount uin
 		err = h.ledger.Reserve(c.ID, ids, amount)
 	}
 	if err == nil {
-		c.GPUs = ids // the lease stays until its offer is replaced
+		c.place(ids) // the lease stays until its offer is replaced
 		c.Memory = amount
 		if amount == ledger.Whole {
 			c.Memory = 0

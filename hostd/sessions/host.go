@@ -565,7 +565,7 @@ func (h *Host) moved(c *claim, s *gpuctlv1.Session) bool {
 	if slices.Equal(now, c.GPUs) {
 		return false
 	}
-	c.GPUs = now
+	c.place(now)
 	return true
 }
 

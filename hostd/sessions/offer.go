@@ -25,7 +25,7 @@ func (h *Host) Reoffer(ctx context.Context) {
 // none, nothing is offered.
 func (h *Host) repeatOffer(ctx context.Context, c *claim) {
 	h.mu.Lock()
-	p, open := h.placement(c.GPUs), !c.Released && c.Token != ""
+	p, placed, open := h.placement(c.GPUs), c.placed, !c.Released && c.Token != ""
 	var amount uint64
 	if p != nil {
 		amount, _ = h.ledger.Holds(c.ID, p[0].GetId())
@@ -34,35 +34,44 @@ func (h *Host) repeatOffer(ctx context.Context, c *claim) {
 	switch {
 	case !open:
 	case p == nil:
-		h.withdraw(ctx, c)
+		h.withdrawAt(ctx, c, placed)
 	default:
-		if err := h.offer(ctx, c, p, amount); err != nil {
+		if err := h.offer(ctx, c, p, amount, placed); err != nil {
 			h.Log.Warn("claim not offered", "claim", c.ID, "err", err)
 			if p.far() && ctx.Err() == nil { // what was offered before is used up
-				h.withdraw(ctx, c)
+				h.withdrawAt(ctx, c, placed)
 			}
 		}
 	}
 }
 
-func (h *Host) offer(ctx context.Context, c *claim, p placement, amount uint64) error {
+// offer offers a placement of the claim, unless gpuguest offers it already. placed is the
+// claim's when the placement was chosen.
+func (h *Host) offer(ctx context.Context, c *claim, p placement, amount uint64, placed int) error {
 	h.mu.Lock()
 	offered, current := h.borrowed[c.Lease], slices.Equal(c.Offered, p.ids())
 	h.mu.Unlock()
 	if p.far() && offered != nil && current {
 		return nil // gpuguest keeps its offers, and no session has used this one
 	}
-	return h.offerTo(ctx, c, p, amount)
+	return h.offerTo(ctx, c, p, amount, placed)
 }
 
-// offerTo makes an offer, with a new lease if the GPU is on another host.
-func (h *Host) offerTo(ctx context.Context, c *claim, p placement, amount uint64) error {
+// offerTo makes an offer, with a new lease if the GPU is on another host. It makes none if
+// the claim has another placement by then: whoever has placed it makes the next offer.
+func (h *Host) offerTo(ctx context.Context, c *claim, p placement, amount uint64, placed int) error {
 	target, lease, err := h.target(ctx, c, p, amount)
 	if err != nil {
 		return fmt.Errorf("claim %s: %w", c.ID, err)
 	}
 	defer h.named(lease)
+	c.offering.Lock()
+	defer c.offering.Unlock()
 	h.mu.Lock()
+	if c.Released || c.placed != placed {
+		h.mu.Unlock()
+		return nil // nothing names the lease, so it is given back
+	}
 	for _, gpu := range p.ids() { // the answer may get lost
 		if !slices.Contains(c.Offered, gpu) {
 			c.Offered = append(c.Offered, gpu)
@@ -94,6 +103,19 @@ func (h *Host) offered(c *claim, gpus []string) {
 	}
 }
 
+// withdrawAt withdraws what is offered to a claim, unless it has another placement by then.
+func (h *Host) withdrawAt(ctx context.Context, c *claim, placed int) {
+	c.offering.Lock()
+	defer c.offering.Unlock()
+	h.mu.Lock()
+	outdated := c.placed != placed
+	h.mu.Unlock()
+	if !outdated {
+		h.withdraw(ctx, c)
+	}
+}
+
+// withdraw withdraws what is offered to a claim. The caller holds c.offering.
 func (h *Host) withdraw(ctx context.Context, c *claim) {
 	if c.Token == "" {
 		return
