@@ -312,7 +312,7 @@ func (h *Host) giveBack(ctx context.Context) {
 			h.mu.Lock()
 			defer h.mu.Unlock()
 			b.ending = false
-			if err != nil && ctx.Err() == nil && h.claims[b.Claim] != nil {
+			if err != nil && h.claims[b.Claim] != nil { // the next hostd repeats it if this one stops
 				h.Log.Debug("lease not given back yet", "lease", b.ID, "host", b.Host, "err", err)
 				return
 			}

@@ -33,6 +33,7 @@ type otherHost struct {
 	*member.Node
 
 	asked chan struct{} // gets something for each lease that is asked for
+	ended chan struct{} // gets something for each lease that is to end
 
 	mu    sync.Mutex
 	lends chan struct{} // what is asked from now on is answered when it is closed
@@ -56,21 +57,29 @@ func (*otherHost) Calibrate(context.Context, string, func(*clusterv1.Link, time.
 }
 
 func (o *otherHost) Borrow(ctx context.Context, _ string, _ *clusterv1.LendRequest) (*clusterv1.LendResponse, error) {
-	o.mu.Lock()
-	lends := o.lends
-	o.mu.Unlock()
-	o.asked <- struct{}{}
-	select {
-	case <-ctx.Done():
-		return nil, ctx.Err()
-	case <-lends:
+	if err := o.answer(ctx, o.asked); err != nil {
+		return nil, err
 	}
 	peer := make([]byte, 32)
 	_, _ = rand.Read(peer)
 	return &clusterv1.LendResponse{Addresses: []string{"there:7651"}, Token: peer, CertificateSha256: peer, Limits: farLimits()}, nil
 }
 
-func (*otherHost) GiveBack(context.Context, string, string) error { return nil }
+func (o *otherHost) GiveBack(ctx context.Context, _, _ string) error { return o.answer(ctx, o.ended) }
+
+// answer says that a call has come, and waits until the other host may answer it.
+func (o *otherHost) answer(ctx context.Context, come chan<- struct{}) error {
+	o.mu.Lock()
+	lends := o.lends
+	o.mu.Unlock()
+	come <- struct{}{}
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-lends:
+		return nil
+	}
+}
 
 // borrower is a host with a claim of its GPU big and a session there, and another host in its
 // cluster.
@@ -87,7 +96,7 @@ func newBorrower(t *testing.T) *borrower {
 	t.Helper()
 	f := &fixture{
 		t: t, guest: guesttest.New(), state: filepath.Join(t.TempDir(), "state.json"),
-		other: &otherHost{asked: make(chan struct{}, 8)},
+		other: &otherHost{asked: make(chan struct{}, 8), ended: make(chan struct{}, 8)},
 	}
 	f.other.hold()()
 	f.open()
@@ -139,13 +148,13 @@ func (b *borrower) result(s *connect.ServerStreamForClient[gpuctlv1.Progress], e
 	return r
 }
 
-// asked waits until the other host was asked for a lease.
-func (b *borrower) asked() {
+// await waits until the other host was called.
+func (b *borrower) await(call <-chan struct{}) {
 	b.t.Helper()
 	select {
-	case <-b.other.asked:
+	case <-call:
 	case <-testkit.Context(b.t).Done():
-		b.t.Fatal("the other host was not asked for a lease")
+		b.t.Fatal("the other host was not called")
 	}
 }
 
@@ -209,7 +218,7 @@ func TestSourceStaysReservedUntilItIsNotOfferedAnyMore(t *testing.T) {
 			var wg sync.WaitGroup
 			defer wg.Wait()
 			leave(b, &wg)
-			b.asked()
+			b.await(b.other.asked)
 			if !b.has("big") {
 				t.Error("the source is free, and gpuguest offers it")
 			}
@@ -237,7 +246,7 @@ func (b *borrower) at() string {
 func (b *borrower) abroad() {
 	b.place(farGPU)
 	b.host.repeatOffer(b.t.Context(), b.c)
-	b.asked()
+	b.await(b.other.asked)
 }
 
 func (b *borrower) place(gpu string) {
@@ -255,7 +264,7 @@ func (b *borrower) renews(wg *sync.WaitGroup) (let func()) {
 	old := b.host.borrowed[b.c.Lease]
 	b.host.mu.Unlock()
 	wg.Go(func() { b.host.renewOne(b.t.Context(), b.c, old) })
-	b.asked()
+	b.await(b.other.asked)
 	b.other.hold()()
 	return let
 }
@@ -330,4 +339,23 @@ func TestALateWithdrawalTakesNoNewerOfferBack(t *testing.T) {
 	if left := b.guest.Offered(); len(left) > 0 {
 		t.Errorf("offered: %v", left)
 	}
+}
+
+// What hostd was giving back when it stopped, the next one gives back.
+func TestALeaseIsGivenBackByTheNextHostd(t *testing.T) {
+	b := newBorrower(t)
+	b.abroad()
+	let := b.other.hold()
+	b.place("big")
+	b.host.repeatOffer(t.Context(), b.c)
+	b.await(b.other.ended)
+	b.halt()
+	let()
+	b.start()
+	b.await(b.other.ended)
+	testkit.Until(t, "the lease is over", func() error {
+		b.host.mu.Lock()
+		defer b.host.mu.Unlock()
+		return testkit.Want(len(b.host.borrowed) == 0)
+	})
 }
