@@ -339,7 +339,8 @@ func (n *Node) keepRecords(ctx context.Context, m *membership) {
 }
 
 // keep writes a record, and returns the migration's token. It repeats that until the
-// state machine has accepted or refused the record, or ctx has ended.
+// state machine has accepted or refused the record, or ctx has ended. A record that has
+// ended stays as it is.
 func (n *Node) keep(ctx context.Context, m *membership, r *clusterv1.Migration) (uint64, error) {
 	c := &clusterv1.Command{Id: random.Hex(16), Op: &clusterv1.Command_PutMigration{
 		PutMigration: &clusterv1.PutMigration{Migration: r},
@@ -347,7 +348,15 @@ func (n *Node) keep(ctx context.Context, m *membership, r *clusterv1.Migration) 
 	for {
 		res, err := m.propose(ctx, c)
 		var answer *scheduler.Error
-		if err == nil || errors.As(err, &answer) || ctx.Err() != nil {
+		if kept := res.GetMigration(); errors.As(err, &answer) && r.GetToken() == 0 && kept.GetDriver() == m.Host {
+			// An earlier hostd of this host has begun it.
+			if kept.GetEndedUnixMs() > 0 {
+				return kept.GetToken(), nil
+			}
+			c.Id, r.Token = random.Hex(16), kept.GetToken()
+			continue
+		}
+		if err == nil || answer != nil || ctx.Err() != nil {
 			return res.GetMigration().GetToken(), err
 		}
 		_ = wait.For(ctx, retryAfter)

@@ -394,3 +394,37 @@ func TestRecords(t *testing.T) {
 	l.start(ctx)
 	complete(ctx, t, ms)
 }
+
+// TestRecordAfterARestart ends a record that an earlier hostd of the host has begun, and none
+// that another host has taken over.
+func TestRecordAfterARestart(t *testing.T) {
+	t.Parallel()
+	ctx := testkit.Context(t)
+	a := cluster(ctx, t, "a")[0]
+	const running, done, failed = clusterv1.MigrationState_MIGRATION_STATE_RUNNING, clusterv1.MigrationState_MIGRATION_STATE_DONE, clusterv1.MigrationState_MIGRATION_STATE_FAILED
+	record := func(id string, s clusterv1.MigrationState) {
+		a.Record(&clusterv1.Migration{Id: id, Verb: "upgrade", Object: "s1", Claim: "c1", State: s})
+	}
+	wait := func(id string, s clusterv1.MigrationState) {
+		t.Helper()
+		testkit.Until(t, fmt.Sprint(id, s), func() error {
+			o := a.view(ctx).Migration(id)
+			return testkit.Want(o.GetState() == s && (o.GetEndedUnixMs() > 0) == (s != running), o)
+		})
+	}
+	for _, id := range []string{"m1", "m2", "m3"} {
+		record(id, running)
+		wait(id, running)
+	}
+	record("m2", failed)
+	wait("m2", failed)
+	a.apply(ctx, &clusterv1.Command{Op: &clusterv1.Command_PutMigration{PutMigration: &clusterv1.PutMigration{TakeOver: true, Migration: &clusterv1.Migration{Id: "m3", Driver: "b"}}}})
+	a.crash()
+	a.start(ctx)
+	for _, id := range []string{"m3", "m2", "m1"} { // they are written in order
+		record(id, done)
+	}
+	wait("m1", done)
+	wait("m2", failed)
+	wait("m3", running)
+}

@@ -13,6 +13,8 @@ import (
 	"sync"
 	"time"
 
+	"google.golang.org/protobuf/encoding/protojson"
+
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/cluster/cost"
@@ -135,17 +137,30 @@ type operation struct {
 	// Folder is that from which the session's processes are made again.
 	Folder string `json:"folder,omitempty"`
 
+	// Record is the operation's entry in the cluster. If hostd is restarted, the next one ends it.
+	Record record `json:"record,omitzero"`
+
 	// doubt is set while the outcome is unknown: the stream broke, or hostd was restarted
 	// during the operation. The target stays reserved until gpuguest reports the
 	// session's state.
 	doubt bool
 	since time.Time // of the doubt; zero: before hostd was started
 	made  bool      // the session of a folder is there again
-	// record is the operation's entry in the cluster.
-	record *clusterv1.Migration
-	trace  *trace.Operation
-	here   cost.Here // what gpuguest has predicted for a swap on this host
-	began  time.Time
+	trace *trace.Operation
+	here  cost.Here // what gpuguest has predicted for a swap on this host
+	began time.Time
+}
+
+// record is a long operation's entry in the cluster, as the journal has it.
+type record struct{ *clusterv1.Migration }
+
+// MarshalJSON implements json.Marshaler.
+func (r record) MarshalJSON() ([]byte, error) { return protojson.Marshal(r.Migration) }
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (r *record) UnmarshalJSON(b []byte) error {
+	r.Migration = &clusterv1.Migration{}
+	return protojson.UnmarshalOptions{DiscardUnknown: true}.Unmarshal(b, r.Migration)
 }
 
 // journal is the content of state.json.

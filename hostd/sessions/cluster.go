@@ -346,8 +346,42 @@ func (h *Host) Sessions() []*clusterv1.Session {
 // record changes the operation's entry in the cluster.
 func (h *Host) record(op *operation, change func(*clusterv1.Migration)) {
 	h.mu.Lock()
-	change(op.record)
-	m := proto.CloneOf(op.record)
+	change(op.Record.Migration)
+	h.save()
+	m := proto.CloneOf(op.Record.Migration)
 	h.mu.Unlock()
 	h.Cluster.Record(m)
+}
+
+// conclude writes the end of an operation that was in progress when hostd was started: nobody
+// follows it any more. s is what a list says of its session. The caller holds h.mu.
+func (h *Host) conclude(op *operation, s *gpuctlv1.Session) {
+	m := op.Record.Migration
+	if m == nil || !op.since.IsZero() {
+		return
+	}
+	const restarted = "hostd was restarted during it"
+	gpu := s.GetTarget().GetGpu()
+	m.State, m.Message = clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK, restarted
+	switch s.GetState() {
+	case gpuctlv1.SessionState_SESSION_STATE_RUNNING:
+		if op.Kind == "resume" || op.Kind != "suspend" && gpu != m.GetFrom() {
+			m.State, m.Message, m.To = clusterv1.MigrationState_MIGRATION_STATE_DONE, "", gpu
+		}
+	case gpuctlv1.SessionState_SESSION_STATE_SUSPENDED:
+		if op.Kind == "suspend" {
+			m.State, m.Message = clusterv1.MigrationState_MIGRATION_STATE_DONE, ""
+		}
+	case gpuctlv1.SessionState_SESSION_STATE_LOST:
+		m.State, m.Message = clusterv1.MigrationState_MIGRATION_STATE_FAILED, s.GetMessage()
+	default:
+		if op.Folder == "" { // otherwise it was not made from its folder
+			m.State, m.Message = clusterv1.MigrationState_MIGRATION_STATE_FAILED, restarted+", and the session is gone"
+		}
+	}
+	if m.GetStep() != "" {
+		m.Done, m.Step = append(m.Done, m.Step), ""
+	}
+	m.EndedUnixMs = time.Now().UnixMilli()
+	h.Cluster.Record(proto.CloneOf(m))
 }

@@ -129,6 +129,7 @@ func (h *Host) forget(listed map[string]bool, asked time.Time) {
 			continue
 		}
 		delete(h.ops, id)
+		h.conclude(op, nil)
 		if c := h.claims[op.Claim]; c != nil {
 			op.unmade(c)
 			h.settle(c)

@@ -6,6 +6,8 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 )
 
 // FuzzJournal reads hostd's state.json. What is taken has no claim or operation
@@ -14,7 +16,7 @@ func FuzzJournal(f *testing.F) {
 	path := filepath.Join(f.TempDir(), "state.json")
 	seed, err := journal{
 		Version: journalVersion, Claims: []*claim{{ID: "c2", GPUs: []string{"small"}}, {ID: "c1", Expr: "free"}, {ID: "vm-1", GPUs: []string{"large"}, VM: &forVM{UUID: "u", Name: "web", Migration: "m-1"}}, {ID: "vmgpu-u", Min: 7, GPUs: []string{"large"}, VM: &forVM{UUID: "u", Name: "web", Host: "h1", Persistent: true}}},
-		Operations: []*operation{{Session: "s1", Claim: "c1", Kind: "swap", GPUs: []string{"large"}}},
+		Operations: []*operation{{Session: "s1", Claim: "c1", Kind: "swap", GPUs: []string{"large"}, Record: record{&clusterv1.Migration{Id: "m-2", Verb: "swap", Done: []string{"freeze"}, StartedUnixMs: 1}}}},
 		Lent:       []*lent{{ID: "l-1", Claim: "vm-1", GPUs: []string{"large"}, VM: &forVM{UUID: "u", Name: "web", Migration: "m-1"}}},
 	}.encode()
 	if err != nil {

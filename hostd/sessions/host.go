@@ -404,6 +404,7 @@ func (h *Host) update(s *gpuctlv1.Session, listed bool) {
 	}
 	if op := h.ops[id]; op != nil && op.doubt && listed && !changing(s.GetState()) {
 		delete(h.ops, id)
+		h.conclude(op, s)
 		if c != nil && op.Folder != "" && !ended {
 			h.revived(op, c, s)
 		}
@@ -420,6 +421,7 @@ func (h *Host) update(s *gpuctlv1.Session, listed bool) {
 		delete(h.last, id)
 		if op := h.ops[id]; op != nil && op.doubt {
 			delete(h.ops, id)
+			h.conclude(op, nil)
 			if c != nil {
 				op.unmade(c)
 			}

@@ -67,17 +67,17 @@ func (h *Host) begin(ref, kind string) (*operation, *gpuctlv1.Session, *claim, e
 
 // register journals an operation that begins, and reports it. The caller holds h.mu.
 func (h *Host) register(op *operation, s *gpuctlv1.Session) {
-	h.ops[op.Session] = op
-	h.save()
-	h.Log.Info("operation began", "session", op.Session, "claim", op.Claim, "step", op.Kind, "gpu", s.GetTarget().GetGpu())
-	op.record = &clusterv1.Migration{
+	op.Record.Migration = &clusterv1.Migration{
 		Id: "m-" + random.Hex(6), Verb: op.Kind, Object: op.Session, Claim: op.Claim, From: s.GetTarget().GetGpu(),
 		State: clusterv1.MigrationState_MIGRATION_STATE_RUNNING, StartedUnixMs: time.Now().UnixMilli(),
 	}
-	h.Cluster.Record(proto.CloneOf(op.record))
+	h.ops[op.Session] = op
+	h.save()
+	h.Log.Info("operation began", "session", op.Session, "claim", op.Claim, "step", op.Kind, "gpu", s.GetTarget().GetGpu())
+	h.Cluster.Record(proto.CloneOf(op.Record.Migration))
 	op.began = time.Now()
 	op.trace = h.Tracer.Begin(h.ctx, trace.Op{
-		ID: op.record.GetId(), Verb: op.Kind, Object: op.Session, Claim: op.Claim, From: op.record.GetFrom(), At: time.UnixMilli(op.record.GetStartedUnixMs()),
+		ID: op.Record.GetId(), Verb: op.Kind, Object: op.Session, Claim: op.Claim, From: op.Record.GetFrom(), At: time.UnixMilli(op.Record.GetStartedUnixMs()),
 	})
 }
 
