@@ -83,7 +83,13 @@ func (m *Manager) greet(conn *net.UnixConn, cred *unix.Ucred, d *door) error {
 		}
 	}
 	if err == nil {
-		err = d.turn(g.uid, func() error { return m.create(conn, g) })
+		err = d.turn(g.uid, func() error {
+			for {
+				if err := m.create(conn, g); !errors.Is(err, errOfferedAnew) {
+					return err
+				}
+			}
+		})
 	}
 	if err == nil {
 		return nil
@@ -128,6 +134,9 @@ func readGreeting(conn *net.UnixConn, cred *unix.Ucred) (greeting, error) {
 	return g, nil
 }
 
+// errOfferedAnew: what a session was made by is not offered any more. Nothing is left of it.
+var errOfferedAnew = errors.New("the offer was replaced or withdrawn")
+
 // create makes a session and answers the application. If it succeeds, it owns conn.
 func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 	offer, ok := m.offered(g.token)
@@ -164,10 +173,15 @@ func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 	if err := s.open(m.ctx, target, g); err != nil {
 		return err
 	}
-	s.conn = conn
 	first := s.current
+	// Before the application, or whoever started it, can ask for the session.
+	if !m.addBy(s, g.token, offer) {
+		s.log.Info("offered anew while its first executor was loading", "gpu", target.GetGpu())
+		s.end()
+		return errOfferedAnew
+	}
+	s.conn = conn
 	s.log.Info("session begins", "pid", g.pid, "claim", offer.Claim, "gpu", target.GetGpu())
-	m.add(s) // before the application, or whoever started it, can ask for the session
 	if err := s.welcome(conn); err != nil {
 		s.log.Warn("session without application", "err", err)
 		s.end()

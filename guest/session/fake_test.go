@@ -45,6 +45,7 @@ type fakeLauncher struct {
 	warmed   []string // dirs
 	clings   uint32   // generation of an executor that ends only when let calls it
 	let      chan struct{}
+	loads    func() // called while an executor loads
 }
 
 var _ Launcher = (*fakeLauncher)(nil)
@@ -106,7 +107,11 @@ func (l *fakeLauncher) Launch(_ context.Context, spec Spec, journal func(Process
 	e := &fakeExecutor{l: l, spec: spec, pid: l.nextPID, done: make(chan struct{}), asked: make(chan struct{}, 1)}
 	l.live[e.pid] = e
 	l.all = append(l.all, e)
+	loads := l.loads
 	l.mu.Unlock()
+	if loads != nil {
+		loads()
+	}
 	fd, err := shm.Reopen(int(spec.Memory[0].Fd()))
 	if err != nil {
 		return nil, err

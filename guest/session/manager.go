@@ -279,10 +279,26 @@ func (s *session) keepCompiled() {
 func (m *Manager) sessionDir(id string) string { return filepath.Join(m.cfg.Dir, "sessions", id) }
 
 func (m *Manager) add(s *session) {
+	m.addIf(s, func() bool { return true })
+}
+
+// addBy adds a session that was made by an offer, unless that was replaced or withdrawn
+// meanwhile: once the caller of Offer or Withdraw has its answer, no session can begin by the
+// old offer that is not in the list, and what only that offered may be somebody else's.
+func (m *Manager) addBy(s *session, token string, offer *gpuctlv1.OfferRequest) bool {
+	return m.addIf(s, func() bool { return proto.Equal(m.offers[token], offer) })
+}
+
+func (m *Manager) addIf(s *session, ok func() bool) bool {
 	m.mu.Lock()
+	if !ok() {
+		m.mu.Unlock()
+		return false
+	}
 	m.sessions[s.id] = s
 	m.mu.Unlock()
 	m.changed(s)
+	return true
 }
 
 func (m *Manager) remove(s *session) {

@@ -35,6 +35,8 @@ type Guest struct {
 
 	// Step, if not nil, is called in every step of every operation.
 	Step func(operation, step string) error
+	// Offering is called before an offer is taken, if it is set: sessions can still begin by the old one.
+	Offering func()
 	// Probes are the answers of Probe, by the library's path. Probing any other library
 	// is reported as a crash.
 	Probes map[string]*gpuctlv1.ProbeResponse
@@ -212,6 +214,9 @@ func (g *Guest) Offer(_ context.Context, r *connect.Request[gpuctlv1.OfferReques
 		len(m.GetTarget().GetDriver()) == 0 && m.GetTarget().GetRuntime().GetRemote() == nil &&
 			(m.GetTarget().GetRuntime().GetLibrary() == "" || len(m.GetTarget().GetRuntime().GetDevices()) == 0) {
 		return nil, connect.NewError(connect.CodeInvalidArgument, errors.New("incomplete offer"))
+	}
+	if g.Offering != nil {
+		g.Offering()
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()

@@ -235,6 +235,29 @@ func TestSourceStaysReservedUntilItIsNotOfferedAnyMore(t *testing.T) {
 	}
 }
 
+// A session that has begun by the old offer, just before the new one, is not known here yet.
+func TestASessionThatBeganByTheOldOfferKeepsItsGPU(t *testing.T) {
+	b := newBorrower(t)
+	op := b.begin("migrate")
+	s := b.away().GetSession()
+	var late string
+	var err error
+	b.guest.Offering = func() { late, err = b.guest.Begin(b.token, 1, "x", 1<<20) }
+	b.host.commit(op, b.c, s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b.host.end(op, b.c)
+	if !b.has("big") {
+		t.Error("its GPU is free")
+	}
+	b.guest.End(late)
+	b.resync()
+	if b.has("big") {
+		t.Error("nobody is there any more")
+	}
+}
+
 // at returns where the session is.
 func (b *borrower) at() string {
 	b.host.mu.Lock()

@@ -88,15 +88,27 @@ func (h *Host) offerTo(ctx context.Context, c *claim, p placement, amount uint64
 		return fmt.Errorf("offer gpu %s to claim %s: %w", p, c.ID, plain(err))
 	}
 	h.mu.Lock()
-	defer h.mu.Unlock()
 	c.Lease = lease
-	h.offered(c, p.ids())
+	h.mu.Unlock()
+	h.offered(ctx, c, p.ids())
 	return nil
 }
 
 // offered records which GPUs gpuguest offers to a claim, and gives back the others that the
-// claim no longer needs. The caller holds h.mu.
-func (h *Host) offered(c *claim, gpus []string) {
+// claim no longer needs. The caller holds c.offering.
+func (h *Host) offered(ctx context.Context, c *claim, gpus []string) {
+	h.mu.Lock()
+	less := slices.ContainsFunc(c.Offered, func(gpu string) bool { return !slices.Contains(gpus, gpu) })
+	h.mu.Unlock()
+	if less {
+		// A session may have begun there of which this host has not heard yet.
+		if err := h.Resync(ctx); err != nil {
+			h.Log.Warn("the GPUs that were offered before stay reserved until the next offer", "claim", c.ID, "err", err)
+			return
+		}
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
 	c.Offered = gpus
 	if h.claims[c.ID] == c {
 		h.settle(c)
@@ -128,7 +140,5 @@ func (h *Host) withdraw(ctx context.Context, c *claim) {
 		}
 		return
 	}
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	h.offered(c, nil)
+	h.offered(ctx, c, nil)
 }
