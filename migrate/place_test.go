@@ -192,6 +192,27 @@ func TestOperatorsWordIsOverWhenTheHostHasTheVM(t *testing.T) {
 	w.isHeld(m, "the undo of attach failed: host h2: unreachable")
 }
 
+// It is over, too, when the VM is to be defined and started there once more.
+func TestOperatorsWordIsOverWhenTheVMIsStartedThere(t *testing.T) {
+	for _, at := range []string{StepDefine, StepStart} {
+		w := newWorld(t)
+		w.cold = true
+		m := w.migration(to)
+		m.Machine.AbsentOn = []string{"h2"}
+		r := w.runner()
+		r.Before = func(step string, _ bool) error {
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			w.down["h2"] = w.down["h2"] || step == at
+			return nil
+		}
+		m, err := r.Run(t.Context(), m)
+		if err != nil || m.GetState() != held {
+			t.Errorf("%s: %v, %s: %s", at, err, m.GetState(), m.GetMessage())
+		}
+	}
+}
+
 // The same on the way back: the VM is sent home, and the answer is lost.
 func TestLostLastAnswerOnTheWayHome(t *testing.T) {
 	w := newWorld(t)

@@ -163,6 +163,9 @@ func (r *run) next(ctx context.Context) (ended bool, err error) {
 	if r.waits(s.name) {
 		return true, r.wait(ctx)
 	}
+	if s.name == StepDefine || s.name == StepStart {
+		r.m.Machine.AbsentOn = nil // it was about an earlier attempt: from now on the VM may be there
+	}
 	if err := r.enter(ctx, s.name, false); err != nil {
 		return false, err
 	}

@@ -177,7 +177,7 @@ func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 	// Before the application, or whoever started it, can ask for the session.
 	if !m.addBy(s, g.token, offer) {
 		s.log.Info("offered anew while its first executor was loading", "gpu", target.GetGpu())
-		s.end()
+		s.discard() // what of it lingers is in the list
 		return errOfferedAnew
 	}
 	s.conn = conn
