@@ -48,6 +48,8 @@ type claim struct {
 	// Released: no new session may use the claim. The claim ends with its last session.
 	Released bool `json:"released,omitempty"`
 
+	next     []string   // what gpuguest offers since the time since, if that is not zero:
+	since    time.Time  // Offered stays until a list shows what began by the offer before
 	placed   int        // changes with GPUs
 	offering sync.Mutex // held while gpuguest is told what it offers; locked before the host's
 }

@@ -12,12 +12,16 @@ import (
 	"github.com/gpuctl/gpuctl/internal/wait"
 )
 
-// releaseOrphans releases the claims of processes that have ended.
+// releaseOrphans releases the claims of processes that have ended, and withdraws what is still
+// offered to claims that are released.
 func (h *Host) releaseOrphans(ctx context.Context) {
 	h.mu.Lock()
 	var gone []*claim
 	for _, c := range h.claims {
-		if !c.Released && c.Holder.PID != 0 && !c.Holder.alive(h.proc) {
+		switch {
+		case c.Released && len(c.Offered) > 0: // gpuguest could not be told yet
+			gone = append(gone, c)
+		case !c.Released && c.Holder.PID != 0 && !c.Holder.alive(h.proc):
 			gone = append(gone, c)
 			h.Log.Info("claim's process is gone", "claim", c.ID, "pid", c.Holder.PID)
 		}

@@ -327,6 +327,11 @@ func (h *Host) Resync(ctx context.Context) error {
 		}
 	}
 	h.forget(listed, asked)
+	for _, c := range h.claims {
+		if !c.since.IsZero() && c.since.Before(asked) {
+			h.replaced(c)
+		}
+	}
 	return nil
 }
 
@@ -480,10 +485,13 @@ func (h *Host) settle(c *claim) {
 	need := map[string]bool{}
 	live := false
 	if !c.Released {
-		// What is still offered, too: a session may begin there until the offer is replaced.
-		for _, gpu := range slices.Concat(c.GPUs, c.Offered) {
+		for _, gpu := range c.GPUs {
 			need[gpu] = true
 		}
+	}
+	// A session may begin there until the offer is replaced or withdrawn.
+	for _, gpu := range c.Offered {
+		need[gpu], live = true, true
 	}
 	for _, s := range h.sessions {
 		if s.GetClaim() != c.ID {

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"time"
 
 	"connectrpc.com/connect"
 
@@ -72,6 +73,7 @@ func (h *Host) offerTo(ctx context.Context, c *claim, p placement, amount uint64
 		h.mu.Unlock()
 		return nil // nothing names the lease, so it is given back
 	}
+	c.next, c.since = nil, time.Time{}
 	for _, gpu := range p.ids() { // the answer may get lost
 		if !slices.Contains(c.Offered, gpu) {
 			c.Offered = append(c.Offered, gpu)
@@ -99,17 +101,23 @@ func (h *Host) offerTo(ctx context.Context, c *claim, p placement, amount uint64
 func (h *Host) offered(ctx context.Context, c *claim, gpus []string) {
 	h.mu.Lock()
 	less := slices.ContainsFunc(c.Offered, func(gpu string) bool { return !slices.Contains(gpus, gpu) })
+	c.next, c.since = gpus, time.Now()
+	if !less {
+		h.replaced(c)
+	}
 	h.mu.Unlock()
 	if less {
 		// A session may have begun there of which this host has not heard yet.
 		if err := h.Resync(ctx); err != nil {
-			h.Log.Warn("the GPUs that were offered before stay reserved until the next offer", "claim", c.ID, "err", err)
-			return
+			h.Log.Warn("the GPUs that were offered before stay reserved until gpuguest lists its sessions", "claim", c.ID, "err", err)
 		}
 	}
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	c.Offered = gpus
+}
+
+// replaced is called when all sessions are known that can have begun by the offer before. The
+// caller holds h.mu.
+func (h *Host) replaced(c *claim) {
+	c.Offered, c.next, c.since = c.next, nil, time.Time{}
 	if h.claims[c.ID] == c {
 		h.settle(c)
 	}
