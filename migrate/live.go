@@ -208,11 +208,7 @@ func (l *list) borrow() {
 	l.add(l.live, step{
 		StepBorrow, fmt.Sprintf("bind a claim of %s to %s, for the time of the move", l.GetName(), l.GetFarGpu()), "the claim is released", time.Minute,
 		func(ctx context.Context, r *run) error {
-			s, err := r.Sites.Site(host)
-			if err != nil {
-				return err
-			}
-			return s.Lend(ctx, r.vm(), r.far())
+			return r.Sites.Site(host).Lend(ctx, r.vm(), r.far())
 		},
 		func(ctx context.Context, r *run) error { return r.endLend(ctx) },
 	})
@@ -305,11 +301,7 @@ func (r *run) endLend(ctx context.Context) error {
 	if r.move().GetFarGpu() == "" {
 		return nil
 	}
-	s, err := r.Sites.Site(HostOf(r.move().GetFarGpu()))
-	if err != nil {
-		return err
-	}
-	return s.EndLend(ctx, r.vm(), r.far())
+	return r.Sites.Site(HostOf(r.move().GetFarGpu())).EndLend(ctx, r.vm(), r.far())
 }
 
 // distrust ends what computes for a VM that runs twice: both copies have used the same far
@@ -339,9 +331,7 @@ func (r *run) freezeInstead(ctx context.Context) (turned bool, err error) {
 	r.Log.Warn("the applications are frozen meanwhile: the remote GPU cannot be had", "migration", r.m.GetId(), "gpu", m.GetFarGpu(), "err", r.m.GetMessage())
 	m.FarGpu, m.FarClaim, m.Sessions, m.Undoing, m.Failed = "", "", nil, false, ""
 	r.m.Step, r.m.Message = "", ""
-	if err := r.load(); err != nil {
-		return false, err
-	}
+	r.load()
 	return true, r.put(ctx)
 }
 

@@ -480,10 +480,7 @@ type cudaSites struct {
 
 type cudaSite struct{ Site }
 
-func (c cudaSites) Site(host string) (Site, error) {
-	s, err := c.world.Site(host)
-	return &cudaSite{s}, err
-}
+func (c cudaSites) Site(host string) Site { return &cudaSite{c.world.Site(host)} }
 
 func (s *cudaSite) Sessions(ctx context.Context, m vm.VM) (*AgentFacts, error) {
 	facts, err := s.Site.Sessions(ctx, m)

@@ -116,6 +116,16 @@ func TestOperatorSaysThatTheVMIsNotOnALostHost(t *testing.T) {
 	}
 }
 
+// downFrom is a Config.Before with which a host is down from a step on.
+func (w *world) downFrom(host, at string) func(string, bool) error {
+	return func(step string, _ bool) error {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		w.down[host] = w.down[host] || step == at
+		return nil
+	}
+}
+
 // The same of a host that is lost while it has the VM, or while it is to start it: what was
 // done there with the VM needs no undo.
 func TestOperatorSaysThatTheVMIsNotWhereItWas(t *testing.T) {
@@ -134,12 +144,7 @@ func TestOperatorSaysThatTheVMIsNotWhereItWas(t *testing.T) {
 		w := newWorld(t)
 		w.cold = c.cold
 		r := w.runner()
-		r.Before = func(step string, _ bool) error {
-			w.mu.Lock()
-			defer w.mu.Unlock()
-			w.down["h2"] = w.down["h2"] || step == c.at
-			return nil
-		}
+		r.Before = w.downFrom("h2", c.at)
 		m, err := r.Run(t.Context(), w.migration(to))
 		if err != nil || m.GetState() != held {
 			t.Errorf("%s: %v, %s: %s", c.at, err, m.GetState(), m.GetMessage())
@@ -177,12 +182,7 @@ func TestOperatorsWordIsOverWhenTheHostHasTheVM(t *testing.T) {
 	w.isHeld(m)
 	w.down["h2"], w.at, w.twin = false, "h2", "" // it ran there only
 	r := w.runner()
-	r.Before = func(step string, _ bool) error {
-		w.mu.Lock()
-		defer w.mu.Unlock()
-		w.down["h2"] = w.down["h2"] || step == StepAttach
-		return nil
-	}
+	r.Before = w.downFrom("h2", StepAttach)
 	m = proto.CloneOf(m)
 	m.State, m.Machine.AbsentOn = clusterv1.MigrationState_MIGRATION_STATE_RUNNING, []string{"h2"}
 	m, err := r.Run(t.Context(), m)
@@ -200,12 +200,7 @@ func TestOperatorsWordIsOverWhenTheVMIsStartedThere(t *testing.T) {
 		m := w.migration(to)
 		m.Machine.AbsentOn = []string{"h2"}
 		r := w.runner()
-		r.Before = func(step string, _ bool) error {
-			w.mu.Lock()
-			defer w.mu.Unlock()
-			w.down["h2"] = w.down["h2"] || step == at
-			return nil
-		}
+		r.Before = w.downFrom("h2", at)
 		m, err := r.Run(t.Context(), m)
 		if err != nil || m.GetState() != held {
 			t.Errorf("%s: %v, %s: %s", at, err, m.GetState(), m.GetMessage())

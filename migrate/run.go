@@ -90,9 +90,7 @@ func (r *run) progress(done, total uint64, waits string) {
 // or the record cannot be written. The next driver continues from the record.
 func (c *Runner) Run(ctx context.Context, m *clusterv1.Migration) (*clusterv1.Migration, error) {
 	r := &run{Runner: c, m: m, kept: proto.CloneOf(m)}
-	if err := r.load(); err != nil {
-		return m, err
-	}
+	r.load()
 	for {
 		ended, err := r.next(ctx)
 		if err != nil || ended {
@@ -102,13 +100,9 @@ func (c *Runner) Run(ctx context.Context, m *clusterv1.Migration) (*clusterv1.Mi
 }
 
 // load sets the steps and the hosts for the present candidate.
-func (r *run) load() (err error) {
+func (r *run) load() {
 	r.all = steps(r.move())
-	if r.a, err = r.Sites.Site(r.move().GetFromHost()); err != nil {
-		return err
-	}
-	r.b, err = r.Sites.Site(r.move().GetToHost())
-	return err
+	r.a, r.b = r.Sites.Site(r.move().GetFromHost()), r.Sites.Site(r.move().GetToHost())
 }
 
 func (r *run) did(name string) bool { return slices.Contains(r.m.GetDone(), name) }
@@ -437,9 +431,7 @@ func (r *run) another(ctx context.Context) (turned bool, err error) {
 	m.ToGpu, m.ToHost, m.Undoing, m.Failed, m.ToClaim = gpu, HostOf(gpu), false, "", nextClaim(m.GetToClaim())
 	r.m.To, r.m.Step = gpu, ""
 	r.Log.Info("trying the next candidate", "migration", r.m.GetId(), "gpu", gpu)
-	if err := r.load(); err != nil {
-		return false, err
-	}
+	r.load()
 	return true, r.put(ctx)
 }
 

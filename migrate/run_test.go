@@ -324,12 +324,7 @@ func TestDestinationDiesBeforeTheVMIsSent(t *testing.T) {
 				w := newWorld(t)
 				r := w.runner()
 				r.Patience = 2 * time.Minute
-				r.Before = func(step string, _ bool) error {
-					w.mu.Lock()
-					defer w.mu.Unlock()
-					w.down["h2"] = w.down["h2"] || step == c.at
-					return nil
-				}
+				r.Before = w.downFrom("h2", c.at)
 				m, err := r.Run(t.Context(), w.migration(to, c.candidates...))
 				if err != nil || m.GetState() != c.state || w.onGPU != c.on || w.frozen["s1"] || w.cards[c.on].plugged != "vm" {
 					t.Errorf("%v %s on %s: %s", err, m.GetState(), w.onGPU, m.GetMessage())

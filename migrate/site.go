@@ -134,9 +134,10 @@ type Site interface {
 	Lost(ctx context.Context, m vm.VM, sessions []string) ([]*gpuctlv1.LostSession, error)
 }
 
-// Sites returns the sites of hosts.
+// Sites returns the sites of hosts. The calls of a host that is not known fail as those of
+// one that does not answer.
 type Sites interface {
-	Site(host string) (Site, error)
+	Site(host string) Site
 }
 
 // Claims binds GPUs to a VM in the cluster.

@@ -421,14 +421,7 @@ const looks = 3
 // operator, must state that it does not have the VM. On the way home, a host to which the
 // VM was never sent need not be asked.
 func (r *run) carry(ctx context.Context, from, to string, home bool) error {
-	a, err := r.Sites.Site(from)
-	if err != nil {
-		return err
-	}
-	b, err := r.Sites.Site(to)
-	if err != nil {
-		return err
-	}
+	a, b := r.Sites.Site(from), r.Sites.Site(to)
 	var sent error
 	both, kept := 0, 0
 	for {

@@ -243,7 +243,7 @@ func (w *world) EndClaim(_ context.Context, claim string, _ vm.VM, gpu string) e
 	return (&site{w, HostOf(gpu)}).do("endclaim", func() error { delete(w.claims, claim); return nil })
 }
 
-func (w *world) Site(host string) (Site, error) { return &site{w, host}, nil }
+func (w *world) Site(host string) Site { return &site{w, host} }
 
 type site struct {
 	*world

@@ -425,9 +425,9 @@ func (m *movedVM) has(host string) {
 	}
 }
 
-func (m *movedVM) Site(host string) (migrate.Site, error) {
+func (m *movedVM) Site(host string) migrate.Site {
 	h := m.hosts[host]
-	return &moved{&endpoint.Remote{Host: host, Migration: awayMigration, Service: h.service}, h, m}, nil
+	return &moved{&endpoint.Remote{Host: host, Migration: awayMigration, Service: h.service}, h, m}
 }
 
 func (m *movedVM) Reserve(context.Context, string, vm.VM, string) error  { return nil }

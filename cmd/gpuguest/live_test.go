@@ -186,15 +186,11 @@ type liveSite struct {
 	live *liveVM
 }
 
-func (l *liveVM) Site(host string) (migrate.Site, error) {
+func (l *liveVM) Site(host string) migrate.Site {
 	if host == "h3" {
-		return &endpoint.Remote{Host: host, Migration: awayMigration, Service: l.lends.service}, nil
+		return &endpoint.Remote{Host: host, Migration: awayMigration, Service: l.lends.service}
 	}
-	s, err := l.movedVM.Site(host)
-	if err != nil {
-		return nil, err
-	}
-	return &liveSite{s.(*moved), l}, nil
+	return &liveSite{l.movedVM.Site(host).(*moved), l}
 }
 
 // Move is as libvirt does it: the VM computes for most of it, then its network is gone for a
