@@ -72,12 +72,14 @@ func (b *bench) sharing(ctx context.Context) error {
 }
 
 func (b *bench) clockRig(ctx context.Context, policy string) (*rig.Rig, error) {
-	gpu := fmt.Sprintf(`{id: %s, library: %s, env: {GPUSHIM_CLOCK: "1", POCL_DEVICES: pthread, POCL_MEMORY_LIMIT: "4"}, model: clock}`,
-		clockID, filepath.Join(b.root, "test/cl/bin/gpushim.so"))
-	if b.nvidia != "" {
-		gpu = fmt.Sprintf("{id: %s, library: %s, devices: [%d], model: NVIDIA}", gpuID, b.nvidia, b.card)
+	gpu := rig.GPU{
+		ID: clockID, Library: filepath.Join(b.root, "test/cl/bin/gpushim.so"), Model: "clock",
+		Env: []string{"GPUSHIM_CLOCK=1", "POCL_DEVICES=pthread", "POCL_MEMORY_LIMIT=4"},
 	}
-	config := fmt.Sprintf("version: 1\ndiscover: false\ngpus:\n  - %s\nsharing: {policy: %s}\n", gpu, policy)
+	if b.nvidia != "" {
+		gpu = b.nvidiaGPU(gpuID, b.card)
+	}
+	config := fmt.Sprintf("version: 1\ndiscover: false\ngpus:\n  - %s\nsharing: {policy: %s}\n", gpu.YAML(), policy)
 	b.rigs++
 	return rig.Start(ctx, rig.Options{Dir: filepath.Join(b.tmp, fmt.Sprint("r", b.rigs)), Config: config})
 }

@@ -78,6 +78,16 @@ type GPU struct {
 	Rank    int // of the model
 }
 
+// YAML is the GPU as an entry of gpus in a configuration.
+func (g GPU) YAML() string {
+	var env []string
+	for _, e := range g.Env {
+		k, v, _ := strings.Cut(e, "=")
+		env = append(env, fmt.Sprintf("%s: %q", k, v))
+	}
+	return fmt.Sprintf("{id: %s, library: %s, devices: [%d], env: {%s}, model: %s}", g.ID, g.Library, g.Device, strings.Join(env, ", "), g.Model)
+}
+
 // Config declares the three GPUs above with that kind of memory, but for those
 // whose runtime is not there, and a virtual device that says GPU. More GPUs come
 // after them.
@@ -105,12 +115,7 @@ func Config(root string, m Memory, more ...GPU) string {
 	var gpus, models strings.Builder
 	ranked := map[string]bool{}
 	for _, g := range more {
-		var env []string
-		for _, e := range g.Env {
-			k, v, _ := strings.Cut(e, "=")
-			env = append(env, fmt.Sprintf("%s: %q", k, v))
-		}
-		fmt.Fprintf(&gpus, "\n  - {id: %s, library: %s, devices: [%d], env: {%s}, model: %s}", g.ID, g.Library, g.Device, strings.Join(env, ", "), g.Model)
+		fmt.Fprintf(&gpus, "\n  - %s", g.YAML())
 		if !ranked[g.Model] {
 			ranked[g.Model] = true
 			fmt.Fprintf(&models, "  - {name: %s, rank: %d}\n", g.Model, g.Rank)

@@ -163,11 +163,11 @@ func (s *session) enqueue(c call, m wire.Request, queueID, eventID uint32, wait 
 	s.launch(q, c.op, nil, ev)
 	o := done(cl.Success)
 	if blocking {
-		n, data, failed := q.seq, s.answer, q
+		n, data, told := q.seq, s.answer, q
 		if data != nil { // it has the pointer of a mapping, which an error would hide
-			failed = nil
+			told = nil
 		}
-		o = s.waitThen(c, failed, []cl.Event{ev}, func() []byte {
+		o = s.waitThen(c, told, []cl.Event{ev}, func() []byte {
 			if q.inOrder() { // the earlier commands have ended, too
 				q.idle = max(q.idle, n)
 				s.gateIfIdle()

@@ -426,14 +426,7 @@ func (s *session) awaitPushed(ctx context.Context, deadline time.Time) bool {
 // notifyDestroyed tells the application that a memory object is destroyed, when the commands
 // that may use it have ended.
 func (s *session) notifyDestroyed(token uint32, c *clContext) {
-	var evs []cl.Event
-	for _, q := range c.queues {
-		var e cl.Event
-		if q.busy() && cl.EnqueueMarkerWithWaitList(q.vendor, nil, &e) == cl.Success {
-			cl.Flush(q.vendor)
-			evs = append(evs, e)
-		}
-	}
+	evs := s.markers([]*clContext{c})
 	if len(evs) == 0 {
 		s.settleAll()
 		s.callback(token, 0, wire.CbDestroyed)

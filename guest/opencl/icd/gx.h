@@ -318,6 +318,7 @@ cl_int gx_pend_add(const struct layout *read, uint64_t off, uint64_t len, uint32
 void gx_pend_cancel(uint32_t word); /* the request was never sent */
 cl_int gx_pend_map(cl_mem mem, const struct map *m, cl_event ev);
 bool gx_pend_forget(cl_mem mem, uint32_t map); /* map 0: all of mem; reports whether one was not complete */
+struct layout gx_map_layout(const struct map *m); /* where the application sees it */
 void gx_map_in(const struct map *m);
 void gx_map_out(const struct map *m);
 bool gx_content_apart(uint64_t size); /* whether an object's first content of that size is written after the object is created */

@@ -159,6 +159,12 @@ void gx_unpack(const struct layout *l, const uint8_t *tight)
 	rows(l->host, l->row, l->slice, tight, l->width, l->width * l->height, l->width, l->height, l->depth);
 }
 
+struct layout gx_map_layout(const struct map *m)
+{
+	return m->host ? (struct layout){m->host, m->host_row, m->host_slice, m->width, m->height, m->depth}
+		       : (struct layout){m->ptr, m->arena_row, m->arena_slice, m->width, m->height, m->depth};
+}
+
 void gx_map_in(const struct map *m)
 {
 	rows(m->host, m->host_row, m->host_slice, S.arena + m->arena, m->arena_row, m->arena_slice, m->width, m->height, m->depth);
@@ -323,7 +329,7 @@ cl_int gx_pend_map(cl_mem mem, const struct map *m, cl_event ev)
 	if (p) {
 		p->mem = mem;
 		p->map = *m;
-		p->to = (struct layout){m->host, m->host_row, m->host_slice, m->width, m->height, m->depth};
+		p->to = gx_map_layout(m);
 		p->ev = ev;
 		gx_link(ev);
 		pend_link(p);

@@ -426,13 +426,6 @@ CL_API_ENTRY void *CL_API_CALL clEnqueueMapImage(cl_command_queue q, cl_mem m, c
 	DONE(ptr);
 }
 
-/* region returns where the application sees a mapping. */
-static struct layout region(const struct map *p)
-{
-	return p->host ? (struct layout){p->host, p->host_row, p->host_slice, p->width, p->height, p->depth}
-		       : (struct layout){p->ptr, p->arena_row, p->arena_slice, p->width, p->height, p->depth};
-}
-
 /* write_late sends a mapping's content when it is the command's turn. */
 static cl_int write_late(const struct cmd *c, cl_mem m, const struct map *p, uint32_t pend, uint32_t event, uint32_t *wait, uint32_t nwait)
 {
@@ -451,7 +444,7 @@ static cl_int write_late(const struct cmd *c, cl_mem m, const struct map *p, uin
 static cl_int unmap(struct cmd *c, cl_mem m, const struct map *p, bool writes)
 {
 	struct gx_unmap r = {.queue = c->q->o.id, .mem = m->o.id, .map = p->id, .event = c->id, .wait = c->wait, .n_wait = c->nwait};
-	struct layout l = region(p);
+	struct layout l = gx_map_layout(p);
 	if (!writes || !(arrives(&l) || (p->host && c->nwait))) {
 		if (writes && p->host)
 			gx_map_out(p);
