@@ -174,13 +174,14 @@ func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 		return err
 	}
 	first := s.current
+	s.conn = conn // before others see the session
 	// Before the application, or whoever started it, can ask for the session.
 	if !m.addBy(s, g.token, offer) {
 		s.log.Info("offered anew while its first executor was loading", "gpu", target.GetGpu())
-		s.discard() // what of it lingers is in the list
+		s.conn = nil // the application waits for the next session
+		s.discard()  // what of it lingers is in the list
 		return errOfferedAnew
 	}
-	s.conn = conn
 	s.log.Info("session begins", "pid", g.pid, "claim", offer.Claim, "gpu", target.GetGpu())
 	if err := s.welcome(conn); err != nil {
 		s.log.Warn("session without application", "err", err)
