@@ -15,6 +15,7 @@ import (
 	"io"
 	"math/big"
 	"net"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -326,14 +327,14 @@ func (i Identity) config(peer []byte, role Role) (*tls.Config, error) {
 
 // Dialer makes a carrier's connections.
 type Dialer struct {
-	Addresses []string // tried in order, from the one on that was reached last
+	Addresses []string // the one that was reached last is tried first, the others in order, a moment later
 	Relay     string   // socket at which connections through this VM's host are made, for addresses with relay.Prefix
 	Token     Token
 	Plain     bool
 	Own       Identity
 	Peer      []byte // hash of the far executor's certificate
 	Hello     Hello
-	Timeout   time.Duration // of one address, up to the answer; 0: 10 s
+	Timeout   time.Duration // to reach an address, and the same to the answer of one; 0: 10 s
 	Compress  Compress
 
 	reached atomic.Uint32 // index of the address that was reached last
@@ -372,7 +373,7 @@ func (d *Dialer) timeout() time.Duration {
 
 // Limits of connecting.
 const (
-	dialTimeout  = 10 * time.Second // of one address
+	dialTimeout  = 10 * time.Second // to reach an address, and the same to its answer
 	GreetTimeout = 10 * time.Second // from a connection's begin to the end of its hello
 )
 
@@ -381,31 +382,35 @@ func (d *Dialer) Dial(ctx context.Context, role Role) (net.Conn, error) {
 	if len(d.Addresses) == 0 {
 		return nil, errors.New("no address of the far host")
 	}
-	var errs []error
-	first := int(d.reached.Load())
+	var left []int
 	for i := range d.Addresses {
-		n := (first + i) % len(d.Addresses)
-		addr := d.Addresses[n]
-		c, err := d.dial(ctx, addr, role)
+		left = append(left, (int(d.reached.Load())+i)%len(d.Addresses))
+	}
+	var errs []error
+	for len(left) > 0 {
+		a, err := d.reach(ctx, left, role)
+		if err != nil {
+			return nil, errors.Join(append(errs, err)...)
+		}
+		c, err := d.greeted(ctx, a.conn, role)
 		if err == nil {
-			d.reached.Store(uint32(n))
+			d.reached.Store(uint32(a.n))
 			return c, nil
 		}
-		errs = append(errs, fmt.Errorf("%s: %w", addr, err))
-		if errors.Is(err, ErrRefused) {
+		errs = append(errs, fmt.Errorf("%s: %w", d.Addresses[a.n], err))
+		if errors.Is(err, ErrRefused) || ctx.Err() != nil {
 			break
 		}
+		left = slices.DeleteFunc(left, func(n int) bool { return n == a.n })
 	}
 	return nil, errors.Join(errs...)
 }
 
-func (d *Dialer) dial(ctx context.Context, addr string, role Role) (net.Conn, error) {
+// greeted agrees with the far executor on what a connection is for. It closes the connection if
+// it fails.
+func (d *Dialer) greeted(ctx context.Context, conn net.Conn, role Role) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, d.timeout())
 	defer cancel()
-	conn, err := d.connect(ctx, addr, role)
-	if err != nil {
-		return nil, err
-	}
 	conn = prepare(conn, role, d.Plain)
 	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
 	greeted, err := d.greet(ctx, conn, role)

@@ -38,6 +38,12 @@ func serve(t *testing.T, a *Acceptor, answer error) (addr string, result <-chan 
 	if err != nil {
 		t.Fatal(err)
 	}
+	return l.Addr().String(), serveOn(t, l, a, answer)
+}
+
+// serveOn does so at a listener, which ends with the test.
+func serveOn(t *testing.T, l net.Listener, a *Acceptor, answer error) (result <-chan error) {
+	t.Helper()
 	t.Cleanup(func() { l.Close() })
 	out := make(chan error, 1)
 	go func() {
@@ -66,7 +72,7 @@ func serve(t *testing.T, a *Acceptor, answer error) (addr string, result <-chan 
 		}
 		out <- err
 	}()
-	return l.Addr().String(), out
+	return out
 }
 
 func TestConnectionIsMadeWithBothCertificates(t *testing.T) {

@@ -1,0 +1,122 @@
+package remote
+
+import (
+	"errors"
+	"net"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gpuctl/gpuctl/internal/relay"
+	"github.com/gpuctl/gpuctl/internal/testkit"
+)
+
+// silent is a relay that takes connections and says nothing. It tells of each.
+func silent(t *testing.T) (socket string, came <-chan net.Conn) {
+	t.Helper()
+	socket = filepath.Join(t.TempDir(), "relay")
+	l, err := net.Listen("unix", socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close() })
+	out := make(chan net.Conn, 8)
+	go func() {
+		for {
+			conn, err := l.Accept()
+			if err != nil {
+				return
+			}
+			out <- conn
+		}
+	}()
+	return socket, out
+}
+
+// The network of a VM is gone for a moment, and its host does not answer either, as the VM is on
+// its way to another one. The far host is reached as soon as the network is back.
+func TestSilentAddressDoesNotKeepTheOthersWaiting(t *testing.T) {
+	for name, order := range map[string]func(far string) []string{
+		"after one that has failed": func(far string) []string { return []string{far, relay.Prefix + far} },
+		"before it":                 func(far string) []string { return []string{relay.Prefix + far, far} },
+	} {
+		t.Run(name, func(t *testing.T) {
+			d, a := ends(t)
+			l, err := net.Listen("tcp", "127.0.7.1:0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			far := l.Addr().String()
+			l.Close() // the network is gone
+			d.Addresses, d.Timeout = order(far), time.Hour
+			var came <-chan net.Conn
+			d.Relay, came = silent(t)
+			dialled := make(chan error, 1)
+			go func() {
+				conn, err := d.Dial(testkit.Context(t), Bulk)
+				if err == nil {
+					conn.Close()
+				}
+				dialled <- err
+			}()
+			hangs := <-came
+			defer hangs.Close()
+			l, err = net.Listen("tcp", far) // it is back
+			if err != nil {
+				t.Fatal(err)
+			}
+			result := serveOn(t, l, a, nil)
+			if err := <-dialled; err != nil {
+				t.Fatal(err)
+			}
+			if err := <-result; err != nil {
+				t.Error(err)
+			}
+			if got := d.Addresses[d.reached.Load()]; got != far {
+				t.Errorf("%s was reached", got)
+			}
+		})
+	}
+}
+
+func TestEveryAddressThatFailedIsNamed(t *testing.T) {
+	d, _ := ends(t)
+	d.Addresses = []string{"127.0.7.1:1", "127.0.7.2:1", relay.Prefix + "127.0.7.3:1"}
+	_, err := d.Dial(testkit.Context(t), Bulk)
+	if err == nil {
+		t.Fatal("it was reached")
+	}
+	for _, a := range d.Addresses {
+		if !strings.Contains(err.Error(), a+": ") {
+			t.Errorf("%v says nothing of %s", err, a)
+		}
+	}
+	if !errors.Is(err, errNoRelay) || errors.Is(err, ErrSilent) {
+		t.Error(err)
+	}
+}
+
+// The way through the VM's host is slower, and is kept to once it has been taken.
+func TestWayThroughTheHostComesLast(t *testing.T) {
+	broken := errors.New("broken")
+	d := &Dialer{Addresses: []string{"a:1", "b:1", relay.Prefix + "a:1"}}
+	for name, c := range map[string]struct {
+		left   []int
+		passed time.Duration
+		failed map[int]error
+		want   bool
+	}{
+		"at once":                         {[]int{0, 1, 2}, 0, nil, false},
+		"one has failed":                  {[]int{0, 1, 2}, 0, map[int]error{1: broken}, false},
+		"all others have failed":          {[]int{0, 1, 2}, 0, map[int]error{0: broken, 1: broken}, true},
+		"the others are silent":           {[]int{0, 1, 2}, relayAfter, nil, true},
+		"it was reached last":             {[]int{2, 0, 1}, 0, nil, true},
+		"it is the only one that is left": {[]int{2}, 0, nil, true},
+	} {
+		r := &race{d: d, left: c.left, since: time.Now().Add(-c.passed), failed: c.failed}
+		if got := r.mayBegin(2); got != c.want {
+			t.Errorf("%s: %v", name, got)
+		}
+	}
+}
