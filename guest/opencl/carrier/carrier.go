@@ -73,8 +73,9 @@ type carrier struct {
 
 	commands, bulk *link.Stream
 	chunks         [remote.ChunkStreams]*link.Stream
-	widening       sync.Once // makes their connections
-	outbox         outbox    // what handlers of frames have to send
+	widening       sync.Once       // makes their connections
+	outbox         outbox          // what handlers of frames have to send
+	control        *http.Transport // of calls to the far executor
 	far            gpuctlv1connect.ExecutorServiceClient
 	files          handed
 	saving         saving
@@ -208,11 +209,22 @@ func (c *carrier) target(r *gpuctlv1.Remote, h remote.Hello) error {
 		Own: remote.Identity{Certificate: r.Certificate, Key: r.PrivateKey}, Hello: h,
 		Compress: remote.Compress{Always: r.CompressAlways, Counts: &compress.Counts{}},
 	}
+	c.control = newControl(c.dialer)
 	c.outage = DefaultOutage
 	if r.OutageMs > 0 {
 		c.outage = time.Duration(r.OutageMs) * time.Millisecond
 	}
 	return nil
+}
+
+// newControl makes the connections for calls to the far executor.
+func newControl(d *remote.Dialer) *http.Transport {
+	return &http.Transport{
+		DialContext:            func(ctx context.Context, _, _ string) (net.Conn, error) { return d.Dial(ctx, remote.Control) },
+		DisableCompression:     true,
+		MaxIdleConnsPerHost:    keptControl,
+		MaxResponseHeaderBytes: mostAnswerHeader,
+	}
 }
 
 func monotonic() int64 {
@@ -257,12 +269,7 @@ func (c *carrier) run() error {
 	if err != nil {
 		return err
 	}
-	c.far = gpuctlv1connect.NewExecutorServiceClient(&http.Client{Transport: &http.Transport{
-		DialContext:            func(ctx context.Context, _, _ string) (net.Conn, error) { return c.dialer.Dial(ctx, remote.Control) },
-		DisableCompression:     true,
-		MaxIdleConnsPerHost:    keptControl,
-		MaxResponseHeaderBytes: mostAnswerHeader,
-	}}, "http://far", acceptNothing(), connect.WithReadMaxBytes(mostAnswer))
+	c.far = gpuctlv1connect.NewExecutorServiceClient(&http.Client{Transport: c.control}, "http://far", acceptNothing(), connect.WithReadMaxBytes(mostAnswer))
 	mux := http.NewServeMux()
 	mux.Handle(gpuctlv1connect.NewExecutorServiceHandler(&controller{c: c}))
 	srv := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second}
@@ -371,6 +378,8 @@ func (c *carrier) keep(role remote.Role, st *link.Stream, handle func(link.Frame
 		err = st.Serve(c.ctx, conn, handle)
 		broken = time.Now()
 		c.broken[role].Store(broken.UnixNano())
+		// They lead the same way. One that ended in silence would keep the next call until that gives up.
+		c.control.CloseIdleConnections()
 		if serr := st.Err(); serr != nil {
 			c.lose(fmt.Errorf("far executor: %w", serr))
 			return

@@ -55,6 +55,7 @@ func newCarrier(t testing.TB) *carrier {
 	c.changed = sync.NewCond(&c.mu)
 	c.ctx, c.cancel = context.WithCancelCause(context.Background())
 	c.dialer = &remote.Dialer{Hello: remote.Hello{Carrier: link.ID{1}, ArenaSize: arenaSize, ArenaSplit: arenaSplit, Part: 1, Generation: 1}}
+	c.control = newControl(c.dialer)
 	c.streams()
 	c.outbox.init()
 	c.gate.init()

@@ -1,6 +1,7 @@
 package carrier
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"encoding/binary"
@@ -8,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"net/http"
 	"net/http/httptest"
 	"path/filepath"
 	"testing"
@@ -388,4 +390,89 @@ func TestFreezeWaitsOnceForTheFarHost(t *testing.T) {
 			t.Errorf("asked for %v, not %v", far.request, want)
 		}
 	}
+}
+
+// A network that is gone ends connections in silence. When the streams have found out, no call waits on one that was kept
+// from before.
+func TestCallsAfterABrokenStreamHaveAConnectionOfTheirOwn(t *testing.T) {
+	c := newCarrier(t)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	c.dialer.Addresses, c.dialer.Plain = []string{l.Addr().String()}, true
+	calls, streams := make(chan net.Conn), make(chan net.Conn)
+	go func() {
+		a := remote.Acceptor{Plain: true, Parts: wire.ArenaParts}
+		for {
+			conn, err := l.Accept()
+			if err != nil {
+				return
+			}
+			p, err := remote.ReadPreamble(conn)
+			if err == nil {
+				conn, _, err = a.Accept(conn, p.Role)
+			}
+			if err != nil || remote.Answer(conn, nil) != nil {
+				conn.Close()
+				continue
+			}
+			to := streams
+			if p.Role == remote.Control {
+				to = calls
+			}
+			select {
+			case to <- conn:
+			case <-c.ctx.Done():
+				return
+			}
+		}
+	}()
+	call := func() {
+		t.Helper()
+		r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://far", nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		answer, err := c.control.RoundTrip(r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, _ = io.Copy(io.Discard, answer.Body)
+		_ = answer.Body.Close()
+	}
+	serve := func() (n <-chan int) { // how many calls come on the next connection
+		out := make(chan int, 1)
+		go func() {
+			conn := <-calls
+			defer conn.Close()
+			in, n := bufio.NewReader(conn), 0
+			for {
+				if _, err := http.ReadRequest(in); err != nil {
+					break
+				}
+				n++
+				_, _ = io.WriteString(conn, "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+			}
+			out <- n
+		}()
+		return out
+	}
+	first := make(chan error, 1)
+	go c.keep(remote.Commands, c.commands, c.command, first)
+	stream := <-streams
+	if err := <-first; err != nil {
+		t.Fatal(err)
+	}
+	before := serve()
+	call()
+	call()
+	stream.Close()
+	defer (<-streams).Close() // it has connected again
+	if n := <-before; n != 2 {
+		t.Errorf("%d calls came on one connection", n)
+	}
+	serve()
+	call()
 }
