@@ -15,7 +15,6 @@ import (
 	"io"
 	"math/big"
 	"net"
-	"slices"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -382,28 +381,29 @@ func (d *Dialer) Dial(ctx context.Context, role Role) (net.Conn, error) {
 	if len(d.Addresses) == 0 {
 		return nil, errors.New("no address of the far host")
 	}
-	var left []int
-	for i := range d.Addresses {
-		left = append(left, (int(d.reached.Load())+i)%len(d.Addresses))
-	}
-	var errs []error
-	for len(left) > 0 {
-		a, err := d.reach(ctx, left, role)
-		if err != nil {
-			return nil, errors.Join(append(errs, err)...)
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	var silent []error
+	for r := d.newRace(role); ; {
+		a, err := r.reach(ctx)
+		if err != nil || a.conn == nil {
+			return nil, errors.Join(append(silent, err)...)
 		}
 		c, err := d.greeted(ctx, a.conn, role)
 		if err == nil {
 			d.reached.Store(uint32(a.n))
 			return c, nil
 		}
-		errs = append(errs, fmt.Errorf("%s: %w", d.Addresses[a.n], err))
-		if errors.Is(err, ErrRefused) || ctx.Err() != nil {
-			break
+		switch named := fmt.Errorf("%s: %w", d.Addresses[a.n], err); {
+		case errors.Is(err, ErrRefused) || ctx.Err() != nil:
+			return nil, errors.Join(append(silent, named)...)
+		case errors.Is(err, ErrSilent):
+			silent = append(silent, named)
+			r.drop(a.n)
+		default:
+			r.failed[a.n] = err
 		}
-		left = slices.DeleteFunc(left, func(n int) bool { return n == a.n })
 	}
-	return nil, errors.Join(errs...)
 }
 
 // greeted agrees with the far executor on what a connection is for. It closes the connection if

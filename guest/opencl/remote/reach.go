@@ -26,9 +26,11 @@ const (
 // others waiting, also those that have failed: a network that was gone for a moment is back.
 type race struct {
 	d       *Dialer
+	role    Role
 	left    []int // indexes of the addresses, in the order in which they are tried
 	next    int   // in left
 	since   time.Time
+	until   time.Time     // for so long, an address is waited for
 	under   map[int]bool  // under way
 	failed  map[int]error // how each failed last
 	results chan attempt
@@ -40,48 +42,62 @@ type attempt struct {
 	err  error
 }
 
+func (d *Dialer) newRace(role Role) *race {
+	r := &race{d: d, role: role, since: time.Now(), under: map[int]bool{}, failed: map[int]error{}, results: make(chan attempt)}
+	for i := range d.Addresses {
+		r.left = append(r.left, (int(d.reached.Load())+i)%len(d.Addresses))
+	}
+	r.until = r.since.Add(d.timeout())
+	return r
+}
+
 // reach connects to the first of the addresses that answers, and returns which that is. It gives
-// up when each has failed and none is under way, or at its time limit.
-func (d *Dialer) reach(ctx context.Context, left []int, role Role) (attempt, error) {
-	ctx, cancel := context.WithTimeout(ctx, d.timeout())
-	defer cancel()
-	r := &race{d: d, left: left, since: time.Now(), under: map[int]bool{}, failed: map[int]error{}, results: make(chan attempt)}
-	r.begin(ctx, role)
-	t := time.NewTicker(stagger)
-	defer t.Stop()
-	for {
+// up when each has failed and none is under way, or at its time limit. What is under way
+// when it returns goes on until ctx ends.
+func (r *race) reach(ctx context.Context) (attempt, error) {
+	tick, limit := time.NewTicker(stagger), time.NewTimer(time.Until(r.until))
+	defer tick.Stop()
+	defer limit.Stop()
+	r.begin(ctx, false)
+	for len(r.failed) < len(r.left) || len(r.under) > 0 {
 		select {
 		case a := <-r.results:
+			delete(r.under, a.n)
 			if a.err == nil {
 				return a, nil
 			}
-			delete(r.under, a.n)
 			r.failed[a.n] = a.err
-			switch {
-			case len(r.failed) < len(left):
-				r.begin(ctx, role)
-			case len(r.under) == 0:
-				return attempt{}, r.err(nil)
-			}
-		case <-t.C:
-			r.begin(ctx, role)
+			r.begin(ctx, false)
+		case <-tick.C:
+			r.begin(ctx, true)
+		case <-limit.C:
+			return attempt{}, r.err(context.DeadlineExceeded)
 		case <-ctx.Done():
 			return attempt{}, r.err(ctx.Err())
 		}
 	}
+	return attempt{}, r.err(nil)
 }
 
-// begin tries the next address that may be tried now, if there is one.
-func (r *race) begin(ctx context.Context, role Role) {
+// drop tries an address no more, as who is there does not answer. The others have their time.
+func (r *race) drop(n int) {
+	r.left = slices.DeleteFunc(r.left, func(other int) bool { return other == n })
+	delete(r.failed, n)
+	r.until = time.Now().Add(r.d.timeout())
+}
+
+// begin tries the next address that may be tried now, if there is one; again says whether it may
+// be one that has failed.
+func (r *race) begin(ctx context.Context, again bool) {
 	for range r.left {
 		n := r.left[r.next%len(r.left)]
 		r.next++
-		if r.under[n] || !r.mayBegin(n) {
+		if r.under[n] || !again && r.failed[n] != nil || !r.mayBegin(n) {
 			continue
 		}
 		r.under[n] = true
 		go func() {
-			conn, err := r.d.connect(ctx, r.d.Addresses[n], role)
+			conn, err := r.d.connect(ctx, r.d.Addresses[n], r.role)
 			select {
 			case r.results <- attempt{n, conn, err}:
 			case <-ctx.Done():

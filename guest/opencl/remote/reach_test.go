@@ -37,19 +37,38 @@ func silent(t *testing.T) (socket string, came <-chan net.Conn) {
 // The network of a VM is gone for a moment, and its host does not answer either, as the VM is on
 // its way to another one. The far host is reached as soon as the network is back.
 func TestSilentAddressDoesNotKeepTheOthersWaiting(t *testing.T) {
-	for name, order := range map[string]func(far string) []string{
-		"after one that has failed": func(far string) []string { return []string{far, relay.Prefix + far} },
-		"before it":                 func(far string) []string { return []string{relay.Prefix + far, far} },
+	for _, c := range []struct {
+		name   string
+		order  func(far string) []string
+		resets bool // the far address takes connections, and ends them
+	}{
+		{"after one that refuses", func(far string) []string { return []string{far, relay.Prefix + far} }, false},
+		{"after one that resets", func(far string) []string { return []string{far, relay.Prefix + far} }, true},
+		{"before one that refuses", func(far string) []string { return []string{relay.Prefix + far, far} }, false},
+		{"before one that resets", func(far string) []string { return []string{relay.Prefix + far, far} }, true},
 	} {
-		t.Run(name, func(t *testing.T) {
+		t.Run(c.name, func(t *testing.T) {
 			d, a := ends(t)
 			l, err := net.Listen("tcp", "127.0.7.1:0")
 			if err != nil {
 				t.Fatal(err)
 			}
+			defer l.Close()
 			far := l.Addr().String()
-			l.Close() // the network is gone
-			d.Addresses, d.Timeout = order(far), time.Hour
+			if c.resets {
+				go func() {
+					for {
+						conn, err := l.Accept()
+						if err != nil {
+							return
+						}
+						conn.Close()
+					}
+				}()
+			} else {
+				l.Close()
+			}
+			d.Addresses, d.Timeout = c.order(far), time.Hour
 			var came <-chan net.Conn
 			d.Relay, came = silent(t)
 			dialled := make(chan error, 1)
@@ -62,11 +81,12 @@ func TestSilentAddressDoesNotKeepTheOthersWaiting(t *testing.T) {
 			}()
 			hangs := <-came
 			defer hangs.Close()
-			l, err = net.Listen("tcp", far) // it is back
+			l.Close()
+			back, err := net.Listen("tcp", far)
 			if err != nil {
 				t.Fatal(err)
 			}
-			result := serveOn(t, l, a, nil)
+			result := serveOn(t, back, a, nil)
 			if err := <-dialled; err != nil {
 				t.Fatal(err)
 			}
@@ -77,6 +97,29 @@ func TestSilentAddressDoesNotKeepTheOthersWaiting(t *testing.T) {
 				t.Errorf("%s was reached", got)
 			}
 		})
+	}
+}
+
+// Who takes a connection and does not answer has its time once.
+func TestWhoDoesNotAnswerIsGivenUp(t *testing.T) {
+	d, _ := ends(t)
+	for range 2 {
+		l, err := net.Listen("tcp", "127.0.0.1:0") // the kernel takes connections
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer l.Close()
+		d.Addresses = append(d.Addresses, l.Addr().String())
+	}
+	d.Timeout = 20 * time.Millisecond
+	_, err := d.Dial(testkit.Context(t), Bulk)
+	if !errors.Is(err, ErrSilent) {
+		t.Fatal(err)
+	}
+	for _, a := range d.Addresses {
+		if !strings.Contains(err.Error(), a+": ") {
+			t.Errorf("%v says nothing of %s", err, a)
+		}
 	}
 }
 
