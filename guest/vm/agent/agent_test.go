@@ -602,6 +602,31 @@ func TestAwaitDevice(t *testing.T) {
 	refused(t, err, connect.CodeInvalidArgument)
 }
 
+// A card comes to the place of a released one, as after a migration. Who waits for it is told at once,
+// as it has to be taken up.
+func TestAwaitedDeviceThatIsReleasedIsToldOf(t *testing.T) {
+	r := newRig(t)
+	id := r.until(firstAt, "ready", ready).GetDeviceId()
+	if err := r.release(firstAt); err != nil {
+		t.Fatal(err)
+	}
+	r.machine.Unplug(at(firstAt))
+	r.until(firstAt, "gone", func(d *gpuctlv1.GuestDevice) bool { return d == nil })
+	came := make(chan error)
+	go func() {
+		resp, err := r.client.AwaitDevice(t.Context(), connect.NewRequest(&gpuctlv1.AwaitDeviceRequest{VendorId: 0x10de, DeviceId: id, Not: []string{secondAt}, TimeoutMs: 600_000}))
+		if err == nil {
+			err = testkit.Want(resp.Msg.GetDevice().GetAddress() == firstAt && resp.Msg.GetDevice().GetReleased() && !resp.Msg.GetDevice().GetReady(), resp.Msg)
+		}
+		came <- err
+	}()
+	testkit.Parked(t, "agent.service.AwaitDevice", 1)
+	r.machine.Plug(at(firstAt))
+	if err := <-came; err != nil {
+		t.Error(err)
+	}
+}
+
 // Applications have a GPU while there is one.
 func TestOffer(t *testing.T) {
 	r := newRig(t)

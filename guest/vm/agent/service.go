@@ -130,7 +130,7 @@ func (v service) AwaitDevice(ctx context.Context, req *connect.Request[gpuctlv1.
 			if not[d.address] || !wanted(&d, m) {
 				continue
 			}
-			if d.ready() {
+			if d.ready() || d.released {
 				return connect.NewResponse(&gpuctlv1.AwaitDeviceResponse{Device: v.a.describe(&d)}), nil
 			}
 			seen = append(seen, fmt.Sprintf("%s: %s", d.address, d.message))

@@ -445,7 +445,7 @@ func (g *Guests) await(ctx context.Context, uuid string, vendor, device uint16) 
 
 func (o *guest) await(ctx context.Context, vendor, device uint16) (*gpuctlv1.GuestDevice, error) {
 	// Short, because a card that appears in the place of a released one must be taken up
-	// first.
+	// first, and an older gpuguest does not tell of it.
 	const most = 3 * time.Second
 	hello, err := o.agent.Hello(ctx, connect.NewRequest(&gpuctlv1.HelloRequest{}))
 	if err != nil {

@@ -75,7 +75,9 @@ type AgentServiceClient interface {
 	Release(context.Context, *connect.Request[v1.ReleaseRequest]) (*connect.Response[v1.ReleaseResponse], error)
 	// TakeUp is the undo of Release: the driver may bind the function again.
 	TakeUp(context.Context, *connect.Request[v1.TakeUpRequest]) (*connect.Response[v1.TakeUpResponse], error)
-	// AwaitDevice waits until a function exists and a runtime can use it.
+	// AwaitDevice waits until a function exists and a runtime can use it, or until
+	// one exists in the place of a released one: that does not get ready before it
+	// is taken up.
 	AwaitDevice(context.Context, *connect.Request[v1.AwaitDeviceRequest]) (*connect.Response[v1.AwaitDeviceResponse], error)
 	// Serves returns, for functions that the VM does not have yet, why the VM
 	// could not use them: there is no profile, or the runtime or driver of the
@@ -282,7 +284,9 @@ type AgentServiceHandler interface {
 	Release(context.Context, *connect.Request[v1.ReleaseRequest]) (*connect.Response[v1.ReleaseResponse], error)
 	// TakeUp is the undo of Release: the driver may bind the function again.
 	TakeUp(context.Context, *connect.Request[v1.TakeUpRequest]) (*connect.Response[v1.TakeUpResponse], error)
-	// AwaitDevice waits until a function exists and a runtime can use it.
+	// AwaitDevice waits until a function exists and a runtime can use it, or until
+	// one exists in the place of a released one: that does not get ready before it
+	// is taken up.
 	AwaitDevice(context.Context, *connect.Request[v1.AwaitDeviceRequest]) (*connect.Response[v1.AwaitDeviceResponse], error)
 	// Serves returns, for functions that the VM does not have yet, why the VM
 	// could not use them: there is no profile, or the runtime or driver of the
