@@ -34,7 +34,7 @@ const (
 	pulseEvery      = time.Second
 	longWait        = 2 * time.Second // from then on the wait is reported to those who watch
 	retireTimeout   = 5 * time.Second
-	readyPoll       = time.Millisecond
+	readyPoll       = time.Millisecond // at first
 )
 
 // executor is a running executor as the manager sees it.
@@ -185,7 +185,7 @@ func (e *executor) bound(ctx context.Context, d time.Duration) (context.Context,
 func (e *executor) ready(ctx context.Context) (*gpuctlv1.DescribeResponse, error) {
 	ctx, cancel := e.bound(ctx, startTimeout)
 	defer cancel()
-	for {
+	for began := time.Now(); ; {
 		resp, err := e.api.Describe(ctx, connect.NewRequest(&gpuctlv1.DescribeRequest{}))
 		if err == nil {
 			return e.description(resp.Msg)
@@ -196,7 +196,7 @@ func (e *executor) ready(ctx context.Context) (*gpuctlv1.DescribeResponse, error
 		select {
 		case <-ctx.Done():
 			return nil, e.wrap("start", err)
-		case <-time.After(readyPoll):
+		case <-time.After(max(readyPoll, time.Since(began)/16)): // a slow machine has better things to do
 		}
 	}
 }
@@ -352,7 +352,11 @@ func (e *executor) long(ctx context.Context, what string, still time.Duration, w
 	}()
 	go func() {
 		defer close(l.over)
-		l.listen(waits)
+		select { // most calls for which an application stands still are over before
+		case <-l.ctx.Done():
+		case <-time.After(min(pulseEvery, e.silent/4, still/4)):
+			l.listen(waits)
+		}
 	}()
 	return l
 }

@@ -145,7 +145,7 @@ func (op *operation) run() *gpuctlv1.SwapResult {
 		Start: op.start,
 		Begin: func(i, n int, name string) error {
 			op.reporter.Step(i, n, name)
-			if err := s.update(func(r *record) { r.Op.Step = name }); err != nil {
+			if err := op.journalStep(name); err != nil {
 				return err
 			}
 			switch victim := op.fault.Victim(name); {
@@ -189,6 +189,17 @@ func (op *operation) run() *gpuctlv1.SwapResult {
 	}
 	res.Session = s.snapshot()
 	return res
+}
+
+// journalStep records which step begins. While the application stands still, it is not written: what a later
+// gpuguest does depends on what the steps themselves write.
+func (op *operation) journalStep(name string) error {
+	change := func(r *record) { r.Op.Step = name }
+	if op.frozenAt.IsZero() {
+		return op.s.update(change)
+	}
+	op.s.note(change)
+	return nil
 }
 
 // hold marks an operation as held: it has failed and cannot be undone yet. The undos are
@@ -387,9 +398,11 @@ func (op *operation) freezeSource(ctx context.Context, timeoutMS int64) error {
 		op.frozenAt = time.Now().Add(-d)
 	}
 	op.graph = snap.Graph
-	// With the head, a new gpuguest can find out whether a dead target has taken requests.
+	// With the head, a new gpuguest can find out whether a dead target has taken requests. It is
+	// in the journal before there can be such.
 	head := op.s.mem.head()
-	return op.s.update(func(r *record) { r.Op.Head = &head })
+	op.s.note(func(r *record) { r.Op.Head = &head })
+	return nil
 }
 
 // freezePatience returns how long commands that are running may take to end.

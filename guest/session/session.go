@@ -62,7 +62,13 @@ func (s *session) snapshotLocked() *gpuctlv1.Session {
 }
 
 // update changes the record under the lock and writes it.
-func (s *session) update(change func(*record)) error {
+func (s *session) update(change func(*record)) error { return s.amend(change, true) }
+
+// note changes the record as update does, and leaves it to the next change to write it: for what no
+// later gpuguest depends on yet.
+func (s *session) note(change func(*record)) { _ = s.amend(change, false) }
+
+func (s *session) amend(change func(*record), write bool) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	next := s.rec
@@ -71,8 +77,10 @@ func (s *session) update(change func(*record)) error {
 		next.Op = &op
 	}
 	change(&next)
-	if err := next.write(s.dir); err != nil {
-		return fmt.Errorf("journal of session %s: %w", s.id, err)
+	if write {
+		if err := next.write(s.dir); err != nil {
+			return fmt.Errorf("journal of session %s: %w", s.id, err)
+		}
 	}
 	s.rec = next
 	return nil
