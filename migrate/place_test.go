@@ -5,6 +5,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"google.golang.org/protobuf/proto"
 
@@ -114,6 +116,37 @@ func TestOperatorSaysThatTheVMIsNotOnALostHost(t *testing.T) {
 	if w.frozen["s1"] || w.cards[from].plugged != "vm" || w.at != "h1" {
 		t.Errorf("frozen %v, on %s", w.frozen, w.at)
 	}
+}
+
+// The destination hangs before anything of the VM is sent, and the source's libvirt waits for it
+// without an end. Nobody's word lets the applications go on while that may still send the VM.
+func TestNothingIsThawedWhileTheSourceMaySendTheVM(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t)
+		w.stalls = true
+		run := func(m *clusterv1.Migration) *clusterv1.Migration {
+			m.State = clusterv1.MigrationState_MIGRATION_STATE_RUNNING
+			r := w.runner()
+			r.Pause = time.Second
+			m, err := r.Run(t.Context(), m)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return m
+		}
+		m := run(w.migration(to))
+		w.isHeld(m, "may run there")
+		m.Machine.AbsentOn = []string{"h2"}
+		m = run(m)
+		w.isHeld(m, "the VM is moving on host h1")
+		// It is back, and the source's libvirt sees that the migration was aborted.
+		w.down["h2"] = false
+		delete(w.paused, "h1")
+		if m = run(m); m.GetState() != done || w.moves != 1 {
+			t.Errorf("%s after %d moves: %s", m.GetState(), w.moves, m.GetMessage())
+		}
+		w.check(m)
+	})
 }
 
 // downFrom is a Config.Before with which a host is down from a step on.

@@ -490,7 +490,9 @@ func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 			if err := r.put(ctx); err != nil {
 				return err
 			}
-			if sent = a.Move(ctx, r.vm(), to, r.progress); sent == nil {
+			if sent = a.Move(ctx, r.vm(), to, r.progress); sent != nil {
+				r.Log.Warn("sending the VM has failed", "migration", r.m.GetId(), "err", sent)
+			} else {
 				sent = fmt.Errorf("host %s says that it is done, and the VM is still on it", from)
 			}
 			continue

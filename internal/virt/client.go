@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"github.com/digitalocean/go-libvirt"
+
+	"github.com/gpuctl/gpuctl/internal/patience"
 )
 
 // Driver is a hypervisor driver of libvirt.
@@ -29,6 +31,7 @@ type Timeouts struct {
 	Query   time.Duration // for calls that only read; 10 s
 	Change  time.Duration // for calls that change something; 90 s
 	Migrate time.Duration // for a live migration without a limit of its own; 1 h
+	Silence time.Duration // in which a migration may send nothing, before it is known how long that takes; 2 min
 	Abort   time.Duration // for aborting a job, and for the aborted call to return; 10 s
 	Ping    time.Duration // interval of checks whether libvirtd answers; 10 s
 	Backoff time.Duration // longest pause between attempts to connect; 5 s
@@ -43,6 +46,7 @@ func (t *Timeouts) fill() {
 		{&t.Query, 10 * time.Second},
 		{&t.Change, 90 * time.Second},
 		{&t.Migrate, time.Hour},
+		{&t.Silence, 2 * time.Minute},
 		{&t.Abort, 10 * time.Second},
 		{&t.Ping, 10 * time.Second},
 		{&t.Backoff, 5 * time.Second},
@@ -85,6 +89,7 @@ type Client struct {
 	sockets []string
 	limits  Timeouts
 	dial    func(context.Context) (net.Conn, error)
+	silent  *patience.Patience // how long migrations send nothing, by destination
 
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
@@ -127,6 +132,7 @@ func Open(uri string, opts ...Option) (*Client, error) {
 		o(c)
 	}
 	c.limits.fill()
+	c.silent = patience.New(c.limits.Silence, c.limits.Migrate)
 	c.ctx, c.cancel = context.WithCancel(context.Background())
 	c.work.Go(c.monitor)
 	return c, nil

@@ -42,6 +42,8 @@ var (
 	ErrInvalid = errors.New("not accepted by libvirt")
 	// ErrAborted means that the job was aborted and undone.
 	ErrAborted = errors.New("aborted")
+	// ErrNothingSent means that a migration was aborted because it sent nothing for long.
+	ErrNothingSent = errors.New("nothing of it was sent")
 	// ErrLocked means that libvirt's lock manager does not let the domain run here: another
 	// domain has its disks, mostly the same one on another host.
 	ErrLocked = errors.New("another domain has its disks locked")

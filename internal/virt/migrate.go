@@ -183,7 +183,9 @@ func (m *Migration) prepare(driver Driver) (libvirt.DomainMigrateFlags, []libvir
 
 // Migrate migrates a running domain to another host. It returns when the domain runs
 // there. If the migration fails, libvirt lets the domain go on here. If the error wraps
-// ErrUnknownOutcome, the domain may run here or there, or may be migrating.
+// ErrUnknownOutcome, the domain may run here or there, or may be migrating. qemu's is aborted
+// as at its limit if it sends nothing for much longer than those to this destination before: the error
+// wraps ErrNothingSent.
 func (c *Client) Migrate(ctx context.Context, d Domain, m Migration) error {
 	o := op{name: "migrate", object: d.Name, limit: m.Limit, change: true, job: &d}
 	if o.limit <= 0 {
@@ -193,12 +195,14 @@ func (c *Client) Migrate(ctx context.Context, d Domain, m Migration) error {
 	if err != nil {
 		return o.failed(err)
 	}
-	if m.Progress != nil {
+	ctx, abort := context.WithCancelCause(ctx)
+	defer abort(nil)
+	if m.Progress != nil || c.driver == QEMU {
 		following, stop := context.WithCancel(ctx)
 		over := make(chan struct{})
 		go func() {
 			defer close(over)
-			c.follow(following, d, m)
+			c.follow(following, d, m, abort)
 		}()
 		defer func() {
 			stop()
@@ -211,13 +215,20 @@ func (c *Client) Migrate(ctx context.Context, d Domain, m Migration) error {
 	})
 }
 
-// follow reports the progress of a migration until ctx ends. Errors are ignored: they are
-// no reason to stop a migration.
-func (c *Client) follow(ctx context.Context, d Domain, m Migration) {
+// follow reports the progress of a migration until ctx ends, and aborts one of qemu's that
+// sends nothing for long. Xen's driver can do neither: nothing that it says is a reason to give up.
+// Nor are errors: they are no reason to stop a migration.
+func (c *Client) follow(ctx context.Context, d Domain, m Migration, abort func(why error)) {
 	every := m.Every
 	if every <= 0 {
 		every = time.Second / 2
 	}
+	quiet := silence{limit: c.silent.Limit(m.Destination), since: time.Now()}
+	defer func() {
+		if quiet.longest > 0 {
+			c.silent.Took(m.Destination, quiet.longest)
+		}
+	}()
 	tick := time.NewTicker(every)
 	defer tick.Stop()
 	for {
@@ -227,10 +238,21 @@ func (c *Client) follow(ctx context.Context, d Domain, m Migration) {
 		case <-tick.C:
 		}
 		job, err := c.Job(ctx, d)
+		now := time.Now()
 		switch {
-		case err == nil && job.State != NoJob && ctx.Err() == nil:
+		case ctx.Err() != nil, errors.Is(err, ErrUnsupported), errors.Is(err, ErrClosed):
+			return
+		case err != nil, job.State == NoJob:
+			quiet.unseen(now)
+			continue
+		}
+		if m.Progress != nil {
 			m.Progress(job)
-		case errors.Is(err, ErrUnsupported), errors.Is(err, ErrClosed):
+		}
+		if c.driver == QEMU && quiet.look(job, now) {
+			c.silent.Missed(m.Destination, now.Sub(quiet.since))
+			quiet.longest = 0 // what came before it says less
+			abort(quiet.failed(m.Destination, now))
 			return
 		}
 	}

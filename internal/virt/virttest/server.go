@@ -51,6 +51,7 @@ type Server struct {
 	domains  map[[16]byte]*domain
 	peers    map[string]*Server
 	loses    bool // the next outgoing migration loses its last answer
+	jammed   bool // nothing of a domain's memory gets to peers
 	nextID   int
 	frozen   chan struct{} // closed by Thaw; nil: not frozen
 	work     sync.WaitGroup
@@ -71,8 +72,28 @@ type domain struct {
 	state   uint32
 	reason  uint32   // of paused
 	devices []string // sources of the running domain's host devices
-	job     chan struct{}
-	arrives bool // its source has failed
+	job     *job     // nil: none
+	arrives bool     // its source has failed
+}
+
+// job is a migration that leaves. An abort ends it at once, except while the connection to the
+// peer is opened: libvirt can't interrupt that, and looks afterwards.
+type job struct {
+	over    chan struct{} // closed when it is aborted, or libvirtd dies
+	aborted bool
+	opening bool
+	sent    uint64
+}
+
+// abort aborts a domain's job. The caller holds mu.
+func (d *domain) abort() {
+	if !d.job.aborted {
+		d.job.aborted = true
+		close(d.job.over)
+	}
+	if !d.job.opening {
+		d.job = nil
+	}
 }
 
 // copying is how long a migration takes.
@@ -148,8 +169,8 @@ func (s *Server) Down() {
 	}
 	for _, d := range s.domains {
 		if d.job != nil {
-			close(d.job)
-			d.job = nil
+			d.job.opening = false
+			d.abort()
 		}
 	}
 }
@@ -259,6 +280,14 @@ func (s *Server) LoseAnswer() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.loses = true
+}
+
+// Jam keeps the memory of domains that migrate from getting to peers. libvirtds still reach each
+// other.
+func (s *Server) Jam() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.jammed = true
 }
 
 // Devices returns the sources of a running domain's host devices.
@@ -559,14 +588,23 @@ func (s *Server) onDomain(call string, d *domain, r *reader, w *writer) *refusal
 			w.u32(0)
 			return nil
 		}
+		total := uint64(1 << 20)
+		switch {
+		case d.job.opening, s.xen:
+			total = 0 // nothing is known of the memory yet, or ever
+		case !s.jammed:
+			d.job.sent++
+		}
 		w.u32(2)
-		w.u32(2)
-		w.str("time_elapsed")
 		w.u32(4)
-		w.u64(100)
-		w.str("data_total")
-		w.u32(4)
-		w.u64(1 << 20)
+		for _, p := range []struct {
+			name  string
+			value uint64
+		}{{"time_elapsed", 100}, {"data_total", total}, {"data_processed", d.job.sent}, {"data_remaining", total - d.job.sent}} {
+			w.str(p.name)
+			w.u32(4)
+			w.u64(p.value)
+		}
 	case "domjobabort":
 		if s.xen {
 			return refuse(3, "this function is not supported by the connection driver: virDomainAbortJob")
@@ -574,8 +612,7 @@ func (s *Server) onDomain(call string, d *domain, r *reader, w *writer) *refusal
 		if d.job == nil {
 			return refuse(55, "Requested operation is not valid: no job is active on the domain")
 		}
-		close(d.job)
-		d.job = nil
+		d.abort()
 	case "migrate":
 		w.u32(0) // no cookie
 		return s.migrate(d, r.opt())
@@ -667,17 +704,29 @@ func (s *Server) migrate(d *domain, uri string) *refusal {
 	case d.job != nil:
 		return refuse(68, "Timed out during operation: cannot acquire state change lock")
 	}
-	job := make(chan struct{})
-	d.job = job
+	j := &job{over: make(chan struct{}), opening: true}
+	d.job = j
+	jammed := s.jammed
 	s.mu.Unlock()
+	to.thawed()
+	s.mu.Lock()
+	j.opening = false
+	s.mu.Unlock()
+	var copied <-chan time.Time // never, if nothing gets through
+	if !jammed {
+		copied = time.After(copying)
+	}
 	select {
-	case <-job:
-	case <-time.After(copying):
+	case <-j.over:
+	case <-copied:
 	}
 	to.mu.Lock()
 	defer to.mu.Unlock()
 	s.mu.Lock()
-	if d.job != job {
+	if j.aborted {
+		if d.job == j {
+			d.job = nil
+		}
 		return refuse(78, "operation aborted: migration out job: canceled by client")
 	}
 	d.job = nil
