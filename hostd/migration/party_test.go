@@ -8,6 +8,7 @@ import (
 	"net/http/httptest"
 	"strings"
 	"testing"
+	"time"
 
 	"connectrpc.com/connect"
 	"github.com/google/go-cmp/cmp"
@@ -28,9 +29,15 @@ type records struct {
 	behind bool         // it was just started, and has an old state
 }
 
-func (r records) HostName() string  { return r.host }
-func (r records) View() *state.View { return r.store.View() }
-func (r records) CaughtUp() bool    { return !r.behind }
+func (r records) HostName() string { return r.host }
+func (r records) CaughtUp() bool   { return !r.behind }
+
+func (r records) View() *state.View {
+	if r.store == nil {
+		return nil // in no cluster
+	}
+	return r.store.View()
+}
 
 func (r records) Read(context.Context) (*state.View, error) {
 	if r.now == nil {
@@ -141,6 +148,51 @@ func TestStartTwice(t *testing.T) {
 		stream.Receive()
 		if got := fmt.Sprint(stream.Msg().GetRefused().GetReasons(), stream.Err()); !strings.Contains(got, c.says) {
 			t.Errorf("%s: %s", c.name, got)
+		}
+		if err := stream.Close(); err != nil {
+			t.Error(err)
+		}
+		server.Close()
+	}
+}
+
+// The CUDA programs of a VM are not touched for a rehearsal while a migration may run whose record
+// is not applied here yet. A host without a cluster has none.
+func TestRehearsalWhileAMigrationRuns(t *testing.T) {
+	here, now := state.New(), state.New()
+	putter(t, now)(&clusterv1.Migration{Id: "m-1", Verb: "migrate", Object: "web", Driver: "h1", Machine: &clusterv1.MachineMove{Uuid: "u1", Name: "web", FromHost: "h1", ToHost: "h2"}})
+	for _, c := range []struct {
+		name      string
+		here, now *state.Store
+		says      string // empty: it is rehearsed
+	}{
+		{"none runs", here, here, ""},
+		{"not applied here yet", here, now, "migration m-1 of vm web runs"},
+		{"nobody answers", here, nil, "vm web: whether it is migrated already is not known: no leader"},
+		{"no cluster", nil, nil, ""},
+	} {
+		rehearsed := false
+		m := New(Config{
+			Node: sending{records: records{host: "h1", store: c.here, now: c.now}},
+			VMs: func(context.Context) ([]*gpuctlv1.Machine, []string) {
+				return []*gpuctlv1.Machine{{Uuid: "u1", Name: "web", Host: "h1"}}, nil
+			},
+			Rehearse: func(context.Context, string, string, time.Duration, func(*gpuctlv1.OperationUpdate) error) error {
+				rehearsed = true
+				return nil
+			},
+		})
+		mux := http.NewServeMux()
+		m.Handle(mux)
+		server := httptest.NewServer(mux)
+		client := gpuctlv1connect.NewMigrationServiceClient(server.Client(), server.URL)
+		stream, err := client.Rehearse(t.Context(), connect.NewRequest(&gpuctlv1.MachineRehearseRequest{Machine: "web"}))
+		if err != nil {
+			t.Fatal(err)
+		}
+		stream.Receive()
+		if err := stream.Err(); rehearsed != (c.says == "") || err == nil != rehearsed || err != nil && !strings.Contains(err.Error(), c.says) {
+			t.Errorf("%s: rehearsed %v, %v", c.name, rehearsed, err)
 		}
 		if err := stream.Close(); err != nil {
 			t.Error(err)

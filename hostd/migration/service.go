@@ -14,6 +14,7 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/internal/random"
 	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/suggest"
@@ -122,12 +123,9 @@ func (s *Service) Start(ctx context.Context, req *connect.Request[gpuctlv1.Machi
 		return err
 	}
 	defer func() { end() }()
-	// The leader answers a record before this host has applied it: a second start right after
-	// the first would not see that one in the state applied here, and two drivers would fence each
-	// other. So this plan is made by what is committed. That needs a leader, as the record does.
-	v, err := s.m.committed(ctx)
+	v, err := s.m.current(ctx, machine.GetName())
 	if err != nil {
-		return fmt.Errorf("vm %s: whether it is migrated already is not known: %w", machine.GetName(), err)
+		return err
 	}
 	p, facts, err := s.m.plan(ctx, v, req.Msg.GetPlan(), machine.GetUuid())
 	if err != nil {
@@ -194,10 +192,28 @@ func (s *Service) Rehearse(ctx context.Context, req *connect.Request[gpuctlv1.Ma
 		return err
 	}
 	defer end()
-	if id := s.m.moving(ctx, s.m.Node.View(), machine.GetUuid()); id != "" {
-		return reason.Coded(reason.Errorf(reason.Busy, "migration %s of vm %s runs", id, machine.GetName()).On("vm", machine.GetName()))
+	if s.m.Node.View() != nil { // a host without a cluster migrates nothing
+		v, err := s.m.current(ctx, machine.GetName())
+		if err != nil {
+			return err
+		}
+		if id := s.m.moving(ctx, v, machine.GetUuid()); id != "" {
+			return reason.Coded(reason.Errorf(reason.Busy, "migration %s of vm %s runs", id, machine.GetName()).On("vm", machine.GetName()))
+		}
 	}
 	return s.m.Rehearse(ctx, machine.GetUuid(), machine.GetName(), time.Duration(req.Msg.GetFreezeTimeoutMs())*time.Millisecond, out.Send)
+}
+
+// current returns the state by which something is begun with a VM. The leader answers a record
+// before this host has applied it: a second start right after the first would not see that one in
+// the state applied here, and two drivers would fence each other. So it is what is committed. That
+// needs a leader, as the record does.
+func (m *Manager) current(ctx context.Context, name string) (*state.View, error) {
+	v, err := m.committed(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("vm %s: whether it is migrated already is not known: %w", name, err)
+	}
+	return v, nil
 }
 
 // alone marks a VM's migration as starting until end is called. It fails if another call
