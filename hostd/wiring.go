@@ -378,7 +378,7 @@ type lentVMs struct {
 }
 
 // sweep removes what interrupted migrations have left on this host: GPU states, and
-// copies of VMs.
+// copies and definitions of VMs.
 func (m *wiring) sweep(ctx context.Context, log *slog.Logger) {
 	if m.site.Stash == nil {
 		return
@@ -398,6 +398,13 @@ func (m *wiring) sweep(ctx context.Context, log *slog.Logger) {
 				m.node.NoteHost("MachineOnTwoHosts", err.Error())
 			case err != nil && cleared:
 				log.Warn("a copy of a VM is left", "machine", uuid, "home", home, "err", err)
+			}
+			cancel()
+		}
+		for _, r := range m.records.Remnants(ctx) {
+			look, cancel := context.WithTimeout(ctx, sweepEvery)
+			if _, err := m.site.Withdraw(look, r.UUID, r.Home, r.Token); err != nil {
+				log.Warn("a definition of a VM may be left", "machine", r.UUID, "home", r.Home, "err", err)
 			}
 			cancel()
 		}

@@ -188,6 +188,9 @@ func TestOperatorSaysThatTheVMIsNotWhereItWas(t *testing.T) {
 		if m = w.resume(m, "h2"); m.GetState() != c.state || !strings.Contains(m.GetMessage(), c.says) {
 			t.Errorf("%s: %s: %s", c.at, m.GetState(), m.GetMessage())
 		}
+		if c.state == back && !slices.Equal(m.GetMachine().GetDefinedOn(), []string{"h2"}) {
+			t.Errorf("%s: its definition on %v, left on %v", c.at, w.defined, m.GetMachine().GetDefinedOn())
+		}
 		if c.state == back && (w.off || w.at != "h1" || w.cards[from].plugged != "vm") {
 			t.Errorf("%s: on %s, off %v, %+v", c.at, w.at, w.off, w.cards[from])
 		}

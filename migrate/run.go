@@ -159,6 +159,7 @@ func (r *run) next(ctx context.Context) (ended bool, err error) {
 	}
 	if s.name == StepDefine || s.name == StepStart {
 		r.m.Machine.AbsentOn = nil // it was about an earlier attempt: from now on the VM may be there
+		r.leaves(r.move().GetToHost(), false)
 	}
 	if err := r.enter(ctx, s.name, false); err != nil {
 		return false, err
@@ -347,6 +348,9 @@ func (r *run) undo(ctx context.Context, name string) error {
 		}
 		undo := func(ctx context.Context, r *run) error {
 			if r.nothingThere(ctx, name) {
+				if name == StepDefine {
+					r.leaves(r.move().GetToHost(), true)
+				}
 				return nil
 			}
 			return r.all[i].undo(ctx, r)

@@ -176,6 +176,41 @@ func TestCold(t *testing.T) {
 	t.Logf("%d ends of a driver", kills)
 }
 
+// checkDefined checks where the VM is defined. What is left elsewhere and not recorded stays there
+// for ever.
+func (w *world) checkDefined(m *clusterv1.Migration) {
+	w.t.Helper()
+	if !w.defined[w.at] {
+		w.t.Errorf("%s on %s: defined on %v", m.GetState(), w.at, w.defined)
+	}
+	for host := range w.defined {
+		if host != w.at && !slices.Contains(m.GetMachine().GetDefinedOn(), host) {
+			w.t.Errorf("%s on %s: defined on %s, which is not said: %v", m.GetState(), w.at, host, m.GetMachine().GetDefinedOn())
+		}
+	}
+}
+
+// A source that is lost when the VM runs elsewhere keeps its definition, and the record says so. Where
+// the VM goes then, its definition is to stay.
+func TestDefinitionThatALostHostKeepsIsRecorded(t *testing.T) {
+	w := newWorld(t)
+	w.cold = true
+	r := w.runner()
+	r.Before = w.downFrom("h1", StepClean)
+	m, err := r.Run(t.Context(), w.migration(to))
+	if err != nil || m.GetState() != done || !w.defined["h1"] || !slices.Equal(m.GetMachine().GetDefinedOn(), []string{"h1"}) {
+		t.Errorf("%v, %s: defined on %v, left on %v", err, m.GetState(), w.defined, m.GetMachine().GetDefinedOn())
+	}
+	w = newWorld(t)
+	w.cold = true
+	m = w.migration(to)
+	m.Machine.DefinedOn = []string{"h2", "h4"} // of candidates before
+	if m = w.drive(m); m.GetState() != done || !slices.Equal(m.GetMachine().GetDefinedOn(), []string{"h4"}) {
+		t.Errorf("%s: left on %v", m.GetState(), m.GetMachine().GetDefinedOn())
+	}
+	w.check(m)
+}
+
 // A driver that was replaced does nothing more.
 func TestReplaced(t *testing.T) {
 	w := newWorld(t)

@@ -319,7 +319,9 @@ func (r *run) clean(ctx context.Context) error {
 
 func (r *run) cleanSource(ctx context.Context) error {
 	if m := r.move(); m.GetCold() && m.GetFromHost() != m.GetToHost() {
-		if err := r.from().Undefine(ctx, r.vm()); err != nil {
+		err := r.from().Undefine(ctx, r.vm())
+		r.leaves(m.GetFromHost(), err != nil)
+		if err != nil {
 			return err
 		}
 	}
@@ -338,6 +340,16 @@ func (r *run) cleanSource(ctx context.Context) error {
 		return err
 	}
 	return r.Claims.EndClaim(ctx, r.move().GetFromClaim(), r.vm(), r.move().GetFromGpu())
+}
+
+// leaves notes whether the VM's definition is left on a host where it is not to stay. That host
+// removes it by itself after the migration has ended. The caller records it.
+func (r *run) leaves(host string, left bool) {
+	m := r.m.Machine
+	m.DefinedOn = slices.DeleteFunc(m.GetDefinedOn(), func(h string) bool { return h == host })
+	if left {
+		m.DefinedOn = append(m.DefinedOn, host)
+	}
 }
 
 // whereElse returns in words where the applications' state is, apart from the VM's

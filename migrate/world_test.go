@@ -755,8 +755,8 @@ func (w *world) check(m *clusterv1.Migration) {
 	if w.cold && w.off {
 		w.t.Errorf("%s: the VM does not run", m.GetState())
 	}
-	if w.cold && (len(w.defined) != 1 || !w.defined[w.at]) {
-		w.t.Errorf("%s on %s: defined on %v", m.GetState(), w.at, w.defined)
+	if w.cold {
+		w.checkDefined(m)
 	}
 	if w.stored != want {
 		w.t.Errorf("%s: the stored definition has %q, not %s", m.GetState(), w.stored, want)

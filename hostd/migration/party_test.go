@@ -304,3 +304,47 @@ func TestAway(t *testing.T) {
 		t.Error(d)
 	}
 }
+
+// A definition that a VM's last migration has left is looked for where that is said, and not at
+// the VM's home.
+func TestRemnants(t *testing.T) {
+	s := state.New()
+	record := putter(t, s)
+	const done, back, failed, running = clusterv1.MigrationState_MIGRATION_STATE_DONE, clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK,
+		clusterv1.MigrationState_MIGRATION_STATE_FAILED, clusterv1.MigrationState_MIGRATION_STATE_RUNNING
+	for i, c := range []struct {
+		uuid, from, to string
+		left           []string
+		end            clusterv1.MigrationState
+	}{
+		{"undone", "h2", "h1", []string{"h1"}, back},
+		{"elsewhere", "h2", "h3", []string{"h4", "h1"}, done},
+		{"gone", "h1", "h2", []string{"h1"}, done},
+		{"removed", "h1", "h2", nil, done},
+		{"others", "h2", "h3", []string{"h3"}, back},
+		{"home", "h2", "h1", []string{"h1"}, done},
+		{"failed", "h2", "h1", []string{"h1"}, failed},
+		{"runs", "h2", "h1", []string{"h1"}, running},
+		{"again", "h2", "h1", []string{"h1"}, back},
+		{"again", "h2", "h3", nil, done},
+	} {
+		r := record(&clusterv1.Migration{
+			Id: fmt.Sprint("m-", i), Verb: "migrate", Object: c.uuid, Driver: "h2",
+			Machine: &clusterv1.MachineMove{Uuid: c.uuid, Name: c.uuid, FromHost: c.from, ToHost: c.to, DefinedOn: c.left},
+		})
+		if c.end != running {
+			r.State = c.end
+			record(r)
+		}
+	}
+	got := map[string]string{}
+	for _, r := range New(Config{Node: records{host: "h1", store: state.New(), now: s}}).Remnants(t.Context()) {
+		got[r.UUID] = r.Home
+		if r.Token == 0 {
+			t.Errorf("%v has no token", r)
+		}
+	}
+	if d := cmp.Diff(map[string]string{"undone": "h2", "elsewhere": "h3", "gone": "h2"}, got); d != "" {
+		t.Error(d)
+	}
+}

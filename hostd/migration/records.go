@@ -3,6 +3,7 @@ package migration
 import (
 	"context"
 	"fmt"
+	"slices"
 	"time"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
@@ -95,6 +96,22 @@ func (rs Records) Ended(id string) (ended, known bool) {
 // Away returns the VMs, by UUID, that belong to another host after their last migration
 // has ended, and that host. This host should have nothing of them.
 func (rs Records) Away(ctx context.Context) map[string]string {
+	self, out := rs.log.HostName(), map[string]string{}
+	for uuid, r := range rs.last(ctx) {
+		from, to := r.GetMachine().GetFromHost(), r.GetMachine().GetToHost()
+		switch {
+		case r.GetState() == clusterv1.MigrationState_MIGRATION_STATE_DONE && from == self && to != self:
+			out[uuid] = to
+		case r.GetState() == clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK && to == self && from != self:
+			out[uuid] = from
+		}
+	}
+	return out
+}
+
+// last returns the last migration of each VM, by UUID, or one that is not over; none if what is
+// committed is unknown now.
+func (rs Records) last(ctx context.Context) map[string]*clusterv1.Migration {
 	v, err := rs.committed(ctx)
 	if err != nil {
 		return nil
@@ -107,14 +124,29 @@ func (rs Records) Away(ctx context.Context) map[string]string {
 			last[uuid] = r
 		}
 	}
-	self, out := rs.log.HostName(), map[string]string{}
-	for uuid, r := range last {
-		from, to := r.GetMachine().GetFromHost(), r.GetMachine().GetToHost()
-		switch {
-		case r.GetState() == clusterv1.MigrationState_MIGRATION_STATE_DONE && from == self && to != self:
-			out[uuid] = to
-		case r.GetState() == clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK && to == self && from != self:
-			out[uuid] = from
+	return last
+}
+
+// Remnant is a definition of a VM that a migration has left.
+type Remnant struct {
+	UUID, Home string // the VM, and the host to which it belongs
+	Token      uint64 // of the migration
+}
+
+// Remnants returns the definitions that last migrations of VMs have left on this host.
+func (rs Records) Remnants(ctx context.Context) (out []Remnant) {
+	self := rs.log.HostName()
+	for uuid, r := range rs.last(ctx) {
+		home := ""
+		switch r.GetState() {
+		case clusterv1.MigrationState_MIGRATION_STATE_DONE:
+			home = r.GetMachine().GetToHost()
+		case clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK:
+			home = r.GetMachine().GetFromHost()
+		default:
+		}
+		if home != "" && home != self && slices.Contains(r.GetMachine().GetDefinedOn(), self) {
+			out = append(out, Remnant{uuid, home, r.GetToken()})
 		}
 	}
 	return out

@@ -36,6 +36,9 @@ type fenceFile struct {
 	// Halted has the VMs, by UUID, whose copies ran on this host and on another one, and
 	// may have been paused since. They must not be taken for arrivals that never ran.
 	Halted map[string]bool `json:"halted,omitempty"`
+	// Withdrawn has the token of the last migration, by the VM's UUID, of which a definition
+	// that it had left here is gone.
+	Withdrawn map[string]uint64 `json:"withdrawn,omitempty"`
 }
 
 // mostFenced is the number of VMs whose tokens are kept. The lowest tokens are dropped
@@ -70,10 +73,7 @@ func (f *Fence) Admit(m *gpuctlv1.SiteMachine) error {
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	next := f.kept
-	if id := f.cluster(); id != next.Cluster {
-		next = fenceFile{Cluster: id, Halted: next.Halted}
-	}
+	next := f.current()
 	seen := next.Tokens[m.GetUuid()]
 	switch {
 	case m.GetToken() < seen:
@@ -95,6 +95,14 @@ func (f *Fence) Admit(m *gpuctlv1.SiteMachine) error {
 		return fmt.Errorf("the token of migration %s cannot be kept: %w", m.GetMigration(), err)
 	}
 	return nil
+}
+
+// current returns what is kept of the cluster that this host is in now. The caller holds mu.
+func (f *Fence) current() fenceFile {
+	if id := f.cluster(); id != f.kept.Cluster {
+		return fenceFile{Cluster: id, Halted: f.kept.Halted}
+	}
+	return f.kept
 }
 
 // write replaces the file. The caller holds mu.
@@ -144,6 +152,37 @@ func (f *Fence) Halted(uuid string) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.kept.Halted[uuid]
+}
+
+// Withdraw records that a definition of a VM, which the migration with this token had left on
+// this host, is gone.
+func (f *Fence) Withdraw(uuid string, token uint64) error {
+	if f == nil {
+		return nil
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	next := f.current()
+	next.Withdrawn = maps.Clone(next.Withdrawn)
+	if next.Withdrawn == nil {
+		next.Withdrawn = map[string]uint64{}
+	}
+	next.Withdrawn[uuid] = token
+	if err := f.write(next); err != nil {
+		return fmt.Errorf("that a definition of VM %s was removed cannot be kept: %w", uuid, err)
+	}
+	return nil
+}
+
+// Withdrawn reports whether Withdraw was called for a VM and this migration, or a later one.
+func (f *Fence) Withdrawn(uuid string, token uint64) bool {
+	if f == nil {
+		return false
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	gone, known := f.current().Withdrawn[uuid]
+	return known && gone >= token
 }
 
 func oldest(tokens map[string]uint64) string {

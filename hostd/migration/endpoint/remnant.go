@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/internal/virt"
 	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/migrate"
@@ -59,6 +60,35 @@ func (l *Local) Clear(ctx context.Context, uuid, home string) (cleared bool, err
 	}
 	l.Log.Warn("a migration that lost its source has left a copy of a VM: it is ended", "machine", d.Name, "home", home)
 	return true, l.Client.CancelArrival(ctx, d)
+}
+
+// Withdraw removes the definition of a VM that a migration has left on this host, if the VM
+// belongs to the host home, which must have it, and does not run here. It does so once for a
+// migration, by its token: who defines the VM here later wants that.
+func (l *Local) Withdraw(ctx context.Context, uuid, home string, token uint64) (removed bool, err error) {
+	if l.Client == nil || l.Fence.Withdrawn(uuid, token) {
+		return false, nil
+	}
+	here, err := l.Where(ctx, uuid)
+	if err == nil && here == migrate.Absent {
+		return false, l.Fence.Withdraw(uuid, token)
+	}
+	if err != nil || here != migrate.Stopped || l.transient(ctx, uuid) {
+		return false, err
+	}
+	there, err := l.WhereOn(ctx, home, vm.VM{UUID: uuid})
+	if err != nil || there != migrate.Running && there != migrate.Stopped {
+		return false, err
+	}
+	m := &gpuctlv1.SiteMachine{Uuid: uuid, Token: token}
+	if err := l.Fence.Admit(m); err != nil {
+		return false, err // the next migration has begun
+	}
+	l.Log.Warn("a migration that could not reach this host has left a definition of a VM: it is removed", "machine", uuid, "home", home)
+	if err := l.Undefine(ctx, m); err != nil {
+		return false, err
+	}
+	return true, l.Fence.Withdraw(uuid, token)
 }
 
 // transient reports whether a domain has no stored definition. If it is shut off, then, it was

@@ -14,6 +14,7 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/internal/virt"
 	"github.com/gpuctl/gpuctl/internal/virt/virttest"
+	"github.com/gpuctl/gpuctl/migrate"
 )
 
 const lost = "0c9f1f5e-3a55-4c3d-8d2c-7c6a8f1a2b3c"
@@ -156,4 +157,89 @@ func TestCopyThatTheOperatorPausedIsNotEnded(t *testing.T) {
 		t.Fatal(err)
 	}
 	stays("somebody was faster")
+}
+
+// A definition that a migration has left goes where the VM has another, and once: who defines
+// the VM here after that wants it.
+func TestDefinitionThatAMigrationHasLeftIsWithdrawn(t *testing.T) {
+	for name, c := range map[string]struct {
+		home    elsewhere
+		runs    bool // here
+		removed bool
+	}{
+		"it runs at home":        {elsewhere{presence: "running"}, false, true},
+		"it is shut off at home": {elsewhere{presence: "stopped"}, false, true},
+		"it is the only one":     {elsewhere{presence: "absent"}, false, false},
+		"it moves":               {elsewhere{presence: "moving"}, false, false},
+		"home does not answer":   {elsewhere{err: connect.NewError(connect.CodeUnavailable, errors.New("no route"))}, false, false},
+		"it was started here":    {elsewhere{presence: "stopped"}, true, false},
+		"it runs here and there": {elsewhere{presence: "running"}, true, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, v := libvirtd(t, "qemu")
+			d := define(t, v)
+			if c.runs {
+				if _, err := v.Start(t.Context(), d); err != nil {
+					t.Fatal(err)
+				}
+			}
+			path := filepath.Join(t.TempDir(), "tokens.json")
+			open := func() *Fence {
+				fence, err := OpenFence(path, func() string { return "c" })
+				if err != nil {
+					t.Fatal(err)
+				}
+				return fence
+			}
+			l := &Local{Fence: open(), Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return c.home, nil }}}
+			if err := l.Fence.Admit(&gpuctlv1.SiteMachine{Uuid: lost, Token: 6}); err != nil {
+				t.Fatal(err)
+			}
+			removed, err := l.Withdraw(t.Context(), lost, "h2", 7)
+			if removed != c.removed || (err != nil) != (c.home.err != nil) {
+				t.Errorf("removed: %v, %v", removed, err)
+			}
+			if _, err := v.LookupUUID(t.Context(), d.UUID); errors.Is(err, virt.ErrNotFound) != c.removed {
+				t.Errorf("it is gone: %v", err)
+			}
+			if !c.removed {
+				return
+			}
+			define(t, v)
+			l.Fence = open() // of the next hostd
+			if removed, err := l.Withdraw(t.Context(), lost, "h2", 7); removed || err != nil {
+				t.Errorf("defined anew: %v, %v", removed, err)
+			}
+			if removed, err := l.Withdraw(t.Context(), lost, "h2", 8); !removed || err != nil {
+				t.Errorf("of the next migration: %v, %v", removed, err)
+			}
+			define(t, v)
+			if err := l.Fence.Admit(&gpuctlv1.SiteMachine{Uuid: lost, Token: 10}); err != nil {
+				t.Fatal(err)
+			}
+			if removed, err := l.Withdraw(t.Context(), lost, "h2", 9); removed || !errors.Is(err, migrate.ErrStale) {
+				t.Errorf("while the next one runs: %v, %v", removed, err)
+			}
+		})
+	}
+}
+
+// What somebody else has removed is not looked for again.
+func TestDefinitionThatIsGoneIsNotLookedFor(t *testing.T) {
+	_, v := libvirtd(t, "qemu")
+	fence, err := OpenFence(filepath.Join(t.TempDir(), "tokens.json"), func() string { return "c" })
+	if err != nil {
+		t.Fatal(err)
+	}
+	home := elsewhere{presence: "running"}
+	l := &Local{Fence: fence, Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return home, nil }}}
+	for range 2 {
+		if removed, err := l.Withdraw(t.Context(), lost, "h2", 7); removed || err != nil {
+			t.Errorf("removed: %v, %v", removed, err)
+		}
+		define(t, v)
+	}
+	if _, err := v.Lookup(t.Context(), "web"); err != nil {
+		t.Errorf("it is gone: %v", err)
+	}
 }

@@ -2325,6 +2325,7 @@ type MachineMove struct {
 	Lost          []*v1.LostSession `protobuf:"bytes,60,rep,name=lost,proto3" json:"lost,omitempty"`
 	LostUnknown   string            `protobuf:"bytes,61,opt,name=lost_unknown,json=lostUnknown,proto3" json:"lost_unknown,omitempty"` // why the VM could not be asked for them at last; empty: it could
 	KeptOn        string            `protobuf:"bytes,80,opt,name=kept_on,json=keptOn,proto3" json:"kept_on,omitempty"`                // host with a copy that libvirt does not let go on: nothing more is done; empty: none
+	DefinedOn     []string          `protobuf:"bytes,81,rep,name=defined_on,json=definedOn,proto3" json:"defined_on,omitempty"`       // hosts that could not be told to remove a definition of the VM that is not to stay
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2588,6 +2589,13 @@ func (x *MachineMove) GetKeptOn() string {
 		return x.KeptOn
 	}
 	return ""
+}
+
+func (x *MachineMove) GetDefinedOn() []string {
+	if x != nil {
+		return x.DefinedOn
+	}
+	return nil
 }
 
 // MigrationStep is a step of a migration that was begun.
@@ -4016,7 +4024,7 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\x05token\x18\x10 \x01(\x04R\x05token\x12\x1a\n" +
 	"\brevision\x18\x11 \x01(\x04R\brevision\x128\n" +
 	"\amachine\x18\x12 \x01(\v2\x1e.gpuctl.cluster.v1.MachineMoveR\amachine\x126\n" +
-	"\x05steps\x18\x13 \x03(\v2 .gpuctl.cluster.v1.MigrationStepR\x05steps\"\xa0\a\n" +
+	"\x05steps\x18\x13 \x03(\v2 .gpuctl.cluster.v1.MigrationStepR\x05steps\"\xbf\a\n" +
 	"\vMachineMove\x12\x12\n" +
 	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x1b\n" +
@@ -4055,7 +4063,9 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\x04wait\x18\x1d \x01(\bR\x04wait\x12*\n" +
 	"\x04lost\x18< \x03(\v2\x16.gpuctl.v1.LostSessionR\x04lost\x12!\n" +
 	"\flost_unknown\x18= \x01(\tR\vlostUnknown\x12\x17\n" +
-	"\akept_on\x18P \x01(\tR\x06keptOn\"\xc3\x01\n" +
+	"\akept_on\x18P \x01(\tR\x06keptOn\x12\x1d\n" +
+	"\n" +
+	"defined_on\x18Q \x03(\tR\tdefinedOn\"\xc3\x01\n" +
 	"\rMigrationStep\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12&\n" +
 	"\x0fstarted_unix_ns\x18\x02 \x01(\x03R\rstartedUnixNs\x12\x17\n" +
