@@ -138,6 +138,8 @@ type operation struct {
 
 	// Folder is that from which the session's processes are made again.
 	Folder string `json:"folder,omitempty"`
+	// Into is the folder to which the session's processes are written: they end with that.
+	Into string `json:"into,omitempty"`
 
 	// Record is the operation's entry in the cluster. If hostd is restarted, the next one ends it.
 	Record record `json:"record,omitzero"`

@@ -353,6 +353,9 @@ func (h *Host) record(op *operation, change func(*clusterv1.Migration)) {
 	h.Cluster.Record(m)
 }
 
+// restarted begins the message of an operation that nobody has followed to its end.
+const restarted = "hostd was restarted during it"
+
 // conclude writes the end of an operation that was in progress when hostd was started: nobody
 // follows it any more. s is what a list says of its session. The caller holds h.mu.
 func (h *Host) conclude(op *operation, s *gpuctlv1.Session) {
@@ -360,7 +363,6 @@ func (h *Host) conclude(op *operation, s *gpuctlv1.Session) {
 	if m == nil || !op.since.IsZero() {
 		return
 	}
-	const restarted = "hostd was restarted during it"
 	gpu := s.GetTarget().GetGpu()
 	m.State, m.Message = clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK, restarted
 	switch s.GetState() {
@@ -375,10 +377,34 @@ func (h *Host) conclude(op *operation, s *gpuctlv1.Session) {
 	case gpuctlv1.SessionState_SESSION_STATE_LOST:
 		m.State, m.Message = clusterv1.MigrationState_MIGRATION_STATE_FAILED, s.GetMessage()
 	default:
+		if op.Into != "" {
+			h.work.Go(func() { h.concludeIn(op.Into, m) })
+			return
+		}
 		if op.Folder == "" { // otherwise it was not made from its folder
 			m.State, m.Message = clusterv1.MigrationState_MIGRATION_STATE_FAILED, restarted+", and the session is gone"
 		}
 	}
+	h.recordEnd(m)
+}
+
+// concludeIn is conclude for a session that is gone: it is in the folder, or has ended.
+func (h *Host) concludeIn(dir string, m *clusterv1.Migration) {
+	plan, err := h.plan(h.ctx, &gpuctlv1.PlanRequest{Folder: dir})
+	switch {
+	case err == nil && plan.GetSession().GetId() == m.GetObject():
+		m.State, m.Message = clusterv1.MigrationState_MIGRATION_STATE_DONE, ""
+	case err == nil || refusedCall(err):
+		m.State, m.Message = clusterv1.MigrationState_MIGRATION_STATE_FAILED, restarted+", and the session is gone"
+	default:
+		m.State = clusterv1.MigrationState_MIGRATION_STATE_FAILED
+		m.Message = fmt.Sprintf("%s, and whether the session is in %s is not known (%v); gpuctl resume --from %s --plan says", restarted, dir, plain(err), dir)
+	}
+	h.recordEnd(m)
+}
+
+// recordEnd writes that an operation has ended which nobody has followed.
+func (h *Host) recordEnd(m *clusterv1.Migration) {
 	if m.GetStep() != "" {
 		m.Done, m.Step = append(m.Done, m.Step), ""
 	}

@@ -5,10 +5,12 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	"connectrpc.com/connect"
 
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/hostd/guesttest"
 	"github.com/gpuctl/gpuctl/internal/reason"
@@ -168,6 +170,45 @@ func TestKilledHostdSettlesAResumeFromAFolder(t *testing.T) {
 		f.guest.End(id)
 		f.releaseAll()
 		f.holds(t)
+	}
+}
+
+// hostd is dead while a session goes to a folder. The list of sessions does not say whether it is
+// there, or has ended.
+func TestTheNextHostdFindsASessionInItsFolder(t *testing.T) {
+	for what, c := range map[string]struct {
+		failAt string
+		ends   bool // the session, while hostd is dead
+		want   clusterv1.MigrationState
+	}{
+		"done":                       {want: clusterv1.MigrationState_MIGRATION_STATE_DONE},
+		"undone":                     {failAt: "dump", want: clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK},
+		"undone, and it ended later": {failAt: "dump", ends: true, want: clusterv1.MigrationState_MIGRATION_STATE_FAILED},
+	} {
+		t.Run(what, func(t *testing.T) {
+			f, id := newFolderFixture(t)
+			var mu sync.Mutex
+			var journal []byte // at the operation's last step
+			f.guest.Step = func(string, string) (err error) {
+				mu.Lock()
+				defer mu.Unlock()
+				journal, err = os.ReadFile(f.state)
+				return err
+			}
+			f.toFolder(t, id, c.failAt)
+			f.halt()
+			if c.ends {
+				f.guest.End(id)
+			}
+			mu.Lock()
+			writeState(t, f.state, journal)
+			mu.Unlock()
+			f.start()
+			f.recordEnds(t, "suspend", id, c.want)
+			f.guest.End(id)
+			f.releaseAll()
+			f.holds(t)
+		})
 	}
 }
 

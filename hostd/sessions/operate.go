@@ -564,6 +564,10 @@ func (h *Host) suspend(req *gpuctlv1.HostSuspendRequest, owner *gpuctlv1.FileOwn
 		h.end(op, c)
 		return err
 	}
+	h.mu.Lock()
+	op.Into = dir
+	h.save()
+	h.mu.Unlock()
 	start := func(ctx context.Context) (progressStream, error) {
 		return h.Guest.Suspend(ctx, connect.NewRequest(&gpuctlv1.SuspendRequest{
 			Session: s.GetId(), File: file, WithProcess: dir != "", FreezeTimeoutMs: req.GetFreezeTimeoutMs(), TimeoutMs: req.GetTimeoutMs(), FailAt: req.GetFailAt(), Owner: owner,

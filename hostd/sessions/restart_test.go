@@ -70,15 +70,21 @@ func TestTheNextHostdEndsRecords(t *testing.T) {
 			}
 			mu.Unlock()
 			f.start()
-			testkit.Until(t, "the record has ended", func() error {
-				for m := range f.node.View().Migrations() { // the cluster is in memory: what was there before is gone
-					if m.GetVerb() != c.verb || m.GetObject() != "here/"+id || m.GetState() != c.want || m.GetEndedUnixMs() == 0 || m.GetStep() != "" {
-						return testkit.GiveUp(fmt.Errorf("%v", m))
-					}
-					return nil
-				}
-				return errors.New("there is none")
-			})
+			f.recordEnds(t, c.verb, id, c.want)
 		})
 	}
+}
+
+// recordEnds waits for the end of the one record that the cluster has.
+func (f *fixture) recordEnds(t *testing.T, verb, session string, want clusterv1.MigrationState) {
+	t.Helper()
+	testkit.Until(t, "the record has ended", func() error {
+		for m := range f.node.View().Migrations() { // the cluster is in memory: what was there before is gone
+			if m.GetVerb() != verb || m.GetObject() != "here/"+session || m.GetState() != want || m.GetEndedUnixMs() == 0 || m.GetStep() != "" {
+				return testkit.GiveUp(fmt.Errorf("%v", m))
+			}
+			return nil
+		}
+		return errors.New("there is none")
+	})
 }
