@@ -170,13 +170,17 @@ func (r *record) UnmarshalJSON(b []byte) error {
 // journal is the content of state.json.
 type journal struct {
 	Version    int          `json:"version"`
+	Revision   int          `json:"revision,omitempty"` // 0: it lacks what complete fills in
 	Claims     []*claim     `json:"claims"`
 	Operations []*operation `json:"operations"`
 	Borrowed   []*borrowed  `json:"borrowed,omitempty"`
 	Lent       []*lent      `json:"lent,omitempty"`
 }
 
-const journalVersion = 1
+const (
+	journalVersion  = 1 // others are not read
+	journalRevision = 1
+)
 
 func readJournal(path string) (journal, error) {
 	data, err := os.ReadFile(path)
@@ -196,7 +200,25 @@ func readJournal(path string) (journal, error) {
 	if slices.Contains(j.Claims, nil) || slices.Contains(j.Operations, nil) || slices.Contains(j.Borrowed, nil) || slices.Contains(j.Lent, nil) {
 		return journal{}, fmt.Errorf("state %s: a claim, operation or lease is null; without the file, hostd begins with none", path)
 	}
+	if j.Revision == 0 {
+		j.complete()
+	}
 	return j, nil
+}
+
+// complete fills in what an older hostd did not write: what its claims have is offered, and where
+// sessions were is in the records of their operations.
+func (j journal) complete() {
+	for _, c := range j.Claims {
+		if c.Token != "" && !c.Released && c.Offered == nil {
+			c.Offered = slices.Clone(c.GPUs)
+		}
+	}
+	for _, op := range j.Operations {
+		if op.Kind != "resume" && op.From == nil {
+			op.From = splitIDs(op.Record.GetFrom())
+		}
+	}
 }
 
 func (j journal) encode() ([]byte, error) {

@@ -581,7 +581,7 @@ func (h *Host) moved(c *claim, s *gpuctlv1.Session) bool {
 
 // save writes the journal. The caller holds h.mu.
 func (h *Host) save() {
-	j := journal{Version: journalVersion}
+	j := journal{Version: journalVersion, Revision: journalRevision}
 	for _, c := range h.claims {
 		c.Held = map[string]uint64{}
 		for _, g := range h.counted() {

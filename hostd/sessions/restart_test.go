@@ -1,10 +1,13 @@
 package sessions
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"testing"
 
@@ -87,4 +90,101 @@ func (f *fixture) recordEnds(t *testing.T, verb, session string, want clusterv1.
 		}
 		return errors.New("there is none")
 	})
+}
+
+// older makes a journal as a hostd wrote it that did not say what is offered, nor where the
+// sessions of operations were.
+func older(t *testing.T, journal []byte) []byte {
+	t.Helper()
+	var j map[string]any
+	if err := json.Unmarshal(journal, &j); err != nil {
+		t.Fatal(err)
+	}
+	delete(j, "revision")
+	for list, key := range map[string]string{"claims": "offered", "operations": "from"} {
+		for _, one := range j[list].([]any) {
+			delete(one.(map[string]any), key)
+		}
+	}
+	b, err := json.Marshal(j)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+// A swap ends while hostd is dead, which an older one was. Until gpuguest has the new offer, a
+// session can begin on the source.
+func TestWhatAnOlderHostdOfferedStaysReservedUntilItIsReplaced(t *testing.T) {
+	f := newFixture(t, filepath.Join(t.TempDir(), "state.json"))
+	defer f.close()
+	id, err := f.guest.Begin(f.claim(&gpuctlv1.CreateClaimRequest{Expr: "id == 'big'"}).GetToken(), 1, "x", 1<<20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	middle := make(chan []byte, 1)
+	f.guest.Step = func(string, string) error {
+		journal, err := os.ReadFile(f.state)
+		select {
+		case middle <- journal:
+		default:
+		}
+		return err
+	}
+	if r, err := f.swap(id, gpuctlv1.Verb_VERB_MIGRATE, "mid", ""); err != nil || r.GetError() != "" {
+		t.Fatalf("%v %v", r, err)
+	}
+	f.halt()
+	writeState(t, f.state, older(t, <-middle))
+	held := make(chan []string, 1) // by the claim, when gpuguest is offered something
+	f.guest.Offering = func() {
+		j, err := readJournal(f.state)
+		if err != nil || len(j.Claims) != 1 {
+			return // held stays empty
+		}
+		select {
+		case held <- slices.Sorted(maps.Keys(j.Claims[0].Held)):
+		default:
+		}
+	}
+	f.start()
+	testkit.Until(t, "the source is given back", func() error {
+		held := f.holders()
+		return testkit.Want(slices.Equal(held, []string{"mid: " + id}), held)
+	})
+	if got := <-held; !slices.Equal(got, []string{"big", "mid"}) {
+		t.Errorf("reserved while the source is still offered: %v", got)
+	}
+}
+
+// gpuguest is still at the last step of a swap, whose source has its executor.
+func TestSourceOfAnOlderHostdsOperationIsThatOfItsRecord(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "state.json")
+	swap := record{&clusterv1.Migration{Id: "m-1", From: "big,mid"}}
+	b, err := journal{Version: journalVersion, Revision: journalRevision, Claims: []*claim{}, Operations: []*operation{
+		{Session: "1", Kind: "migrate", From: []string{"big", "mid"}, Record: swap},
+		{Session: "2", Kind: "resume", Record: swap},
+		{Session: "3", Kind: "migrate", Record: swap}, // it is committed
+	}}.encode()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		journal []byte
+		want    [][]string
+	}{
+		{b, [][]string{{"big", "mid"}, nil, nil}},
+		{older(t, b), [][]string{{"big", "mid"}, nil, {"big", "mid"}}},
+	} {
+		writeState(t, path, c.journal)
+		j, err := readJournal(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i, op := range j.Operations {
+			if !slices.Equal(op.From, c.want[i]) {
+				t.Errorf("%s of session %s was on %v, want %v", op.Kind, op.Session, op.From, c.want[i])
+			}
+		}
+	}
 }
