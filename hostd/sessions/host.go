@@ -96,6 +96,7 @@ type Host struct {
 	work sync.WaitGroup
 
 	changes news.Changes[string, *gpuctlv1.Session]
+	listing chan struct{} // has something while gpuguest is asked for its sessions
 
 	mu       sync.Mutex
 	gpus     []*gpuctlv1.GPU // without owners; not changed after discovered is closed
@@ -105,7 +106,7 @@ type Host struct {
 	claiming map[string]bool // claims for which a call to the cluster is in progress
 	sessions map[string]*session
 	over     map[string]time.Time  // when sessions ended that a later list may still contain
-	listed   time.Time             // when the newest accepted list was requested
+	wanted   *list                 // the next list of sessions, which has not begun; nil: nobody waits for one
 	ops      map[string]*operation // by session
 	last     map[string]*gpuctlv1.SwapResult
 	saved    []byte // content of the state file
@@ -137,7 +138,7 @@ func NewHost(ctx context.Context, c HostConfig) (*Host, error) {
 		return nil, fmt.Errorf("root: %w", err)
 	}
 	return &Host{
-		HostConfig: c, proc: proc, discovered: make(chan struct{}), ready: make(chan struct{}), ctx: ctx,
+		HostConfig: c, proc: proc, discovered: make(chan struct{}), ready: make(chan struct{}), ctx: ctx, listing: make(chan struct{}, 1),
 		ledger: ledger.New(), claims: map[string]*claim{}, claiming: map[string]bool{}, sessions: map[string]*session{}, over: map[string]time.Time{},
 		ops: map[string]*operation{}, last: map[string]*gpuctlv1.SwapResult{},
 		borrowed: map[string]*borrowed{}, asking: map[string]bool{}, unnamed: make(chan struct{}, 1), lent: map[string]*lent{}, lending: map[string]int{},
@@ -279,7 +280,7 @@ func (h *Host) handleUpdate(ctx context.Context, s *gpuctlv1.Session) {
 	h.mu.Lock()
 	known := h.sessions[s.GetId()] != nil || s.GetState() == gpuctlv1.SessionState_SESSION_STATE_ENDED
 	if known {
-		h.update(s, false)
+		h.update(s, time.Time{})
 	}
 	h.mu.Unlock()
 	if known {
@@ -288,51 +289,6 @@ func (h *Host) handleUpdate(ctx context.Context, s *gpuctlv1.Session) {
 	if err := h.Resync(ctx); err != nil && ctx.Err() == nil {
 		h.Log.Debug("sessions not listed", "err", err)
 	}
-}
-
-// Resync requests gpuguest's list of sessions and makes the host's state agree with it.
-func (h *Host) Resync(ctx context.Context) error {
-	asked := time.Now()
-	ctx, cancel := context.WithTimeout(ctx, callTimeout)
-	defer cancel()
-	res, err := h.Guest.ListSessions(ctx, connect.NewRequest(&gpuctlv1.ListSessionsRequest{}))
-	if err != nil {
-		return fmt.Errorf("list the guest's sessions: %w", err)
-	}
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if asked.Before(h.listed) {
-		return nil // a list that was requested later has been processed
-	}
-	h.listed = asked
-	for id, at := range h.over {
-		if at.Before(asked) { // no later list contains it
-			delete(h.over, id)
-		}
-	}
-	listed := map[string]bool{}
-	for _, s := range res.Msg.GetSessions() {
-		listed[s.GetId()] = true
-		if _, over := h.over[s.GetId()]; over {
-			continue // it ended after the list was made
-		}
-		h.update(s, true)
-	}
-	for id, s := range h.sessions {
-		// A session that was first seen after the request may be missing from the answer.
-		if !listed[id] && s.seen.Before(asked) {
-			gone := proto.CloneOf(s.Session)
-			gone.State = gpuctlv1.SessionState_SESSION_STATE_ENDED
-			h.update(gone, true)
-		}
-	}
-	h.forget(listed, asked)
-	for _, c := range h.claims {
-		if !c.since.IsZero() && c.since.Before(asked) {
-			h.replaced(c)
-		}
-	}
-	return nil
 }
 
 // placement returns the GPUs with these ids. It returns nil if ids is empty or one is
@@ -366,10 +322,10 @@ func (h *Host) count(gpu string) {
 	}
 }
 
-// update processes gpuguest's report on a session. Only a report from a list ends the
-// doubt about an operation, as a list that was requested earlier than what it contradicts
-// is not accepted. The caller holds h.mu.
-func (h *Host) update(s *gpuctlv1.Session, listed bool) {
+// update processes gpuguest's report on a session, from a list that was requested at the time
+// asked, or from the stream if that is zero. Only a list ends the doubt about an operation, and
+// only one that was requested after the doubt began. The caller holds h.mu.
+func (h *Host) update(s *gpuctlv1.Session, asked time.Time) {
 	s = h.withNames(s)
 	id := s.GetId()
 	s = hide(s)
@@ -407,7 +363,7 @@ func (h *Host) update(s *gpuctlv1.Session, listed bool) {
 	if c == nil && !ended {
 		c = h.adopt(s)
 	}
-	if op := h.ops[id]; op != nil && op.doubt && listed && !changing(s.GetState()) {
+	if op := h.ops[id]; op != nil && op.doubt && op.since.Before(asked) && !changing(s.GetState()) {
 		delete(h.ops, id)
 		h.conclude(op, s)
 		if c != nil && op.Folder != "" && !ended {

@@ -310,62 +310,6 @@ func (f *fixture) checkOwners(t *rapid.T, capacity map[string]uint64) {
 	}
 }
 
-// A list of sessions that was asked for early and comes late brings no session
-// back that has ended since.
-func TestLateListRevivesNothing(t *testing.T) {
-	f := newFixture(t, filepath.Join(t.TempDir(), "state.json"))
-	defer f.close()
-	held, let := make(chan struct{}), make(chan struct{})
-	first := true
-	slow := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		answer := httptest.NewRecorder()
-		f.guest.Handler().ServeHTTP(answer, r)
-		if first {
-			first = false
-			close(held)
-			<-let
-		}
-		for k, v := range answer.Header() {
-			w.Header()[k] = v
-		}
-		_, _ = w.Write(answer.Body.Bytes())
-	}))
-	defer slow.Close()
-	h, err := NewHost(t.Context(), HostConfig{
-		Guest: gpuctlv1connect.NewGuestServiceClient(slow.Client(), slow.URL), Cluster: f.node,
-		StateFile: filepath.Join(t.TempDir(), "late.json"), Root: fstest.MapFS{"proc": {Mode: fs.ModeDir}}, Log: slog.New(slog.DiscardHandler),
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	c := f.claim(&gpuctlv1.CreateClaimRequest{Count: 1})
-	id, err := f.guest.Begin(c.GetToken(), 1, "x", 1<<20)
-	if err != nil {
-		t.Fatal(err)
-	}
-	late := make(chan error)
-	go func() { late <- h.Resync(t.Context()) }()
-	<-held
-	for _, live := range []int{1, 0} {
-		if live == 0 {
-			f.guest.End(id)
-		}
-		if err := h.Resync(t.Context()); err != nil {
-			t.Fatal(err)
-		}
-		if n := len(h.Sessions()); n != live {
-			t.Fatalf("%d sessions, want %d", n, live)
-		}
-	}
-	close(let)
-	if err := <-late; err != nil {
-		t.Fatal(err)
-	}
-	if left := h.Sessions(); len(left) > 0 {
-		t.Fatalf("revived: %v", left)
-	}
-}
-
 // puppet is a guest whose stream says what the test does.
 type puppet struct {
 	*guesttest.Guest

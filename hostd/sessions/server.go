@@ -146,14 +146,17 @@ func (s *Server) ReleaseClaim(ctx context.Context, req *connect.Request[gpuctlv1
 // lostOf returns the sessions of a claim that were lost. They end with their applications, so
 // lists of sessions may not have them any more.
 func (h *Host) lostOf(ctx context.Context, claim string) []*gpuctlv1.LostSession {
-	ctx, cancel := context.WithTimeout(ctx, callTimeout)
-	defer cancel()
-	res, err := h.Guest.ListSessions(ctx, connect.NewRequest(&gpuctlv1.ListSessionsRequest{}))
+	res, err := h.list(ctx)
 	if err != nil {
 		h.Log.Debug("lost sessions not listed", "claim", claim, "err", err)
-		return nil
 	}
-	return slices.DeleteFunc(res.Msg.GetLost(), func(l *gpuctlv1.LostSession) bool { return l.GetClaim() != claim })
+	var out []*gpuctlv1.LostSession
+	for _, l := range res.GetLost() { // the list is others', too
+		if l.GetClaim() == claim {
+			out = append(out, l)
+		}
+	}
+	return out
 }
 
 // ListClaims lists the claims, including released ones whose last session has not ended.

@@ -3,6 +3,7 @@ package sessions
 import (
 	"path/filepath"
 	"testing"
+	"time"
 
 	"connectrpc.com/connect"
 	"google.golang.org/protobuf/proto"
@@ -39,7 +40,7 @@ func TestSourceOfASwapStaysReservedUntilTheSwapIsOver(t *testing.T) {
 		return ok
 	}
 	f.host.mu.Lock()
-	f.host.update(moved, false)
+	f.host.update(moved, time.Time{})
 	f.host.mu.Unlock()
 	if !held() {
 		t.Error("the source is free while the swap is at its last step")
