@@ -27,21 +27,37 @@ func (h *Host) releaseOrphans(ctx context.Context) {
 		}
 	}
 	h.mu.Unlock()
+	less := false
 	for _, c := range gone {
-		h.release(ctx, c)
+		less = h.endOffer(ctx, c) || less
+	}
+	if !less {
+		return
+	}
+	if err := h.Resync(ctx); err != nil && ctx.Err() == nil { // one for all; without it, all is repeated
+		h.Log.Debug("sessions not listed", "err", err)
 	}
 }
 
+// release has no new session use a claim. It ends at once if no session does.
 func (h *Host) release(ctx context.Context, c *claim) {
+	if h.endOffer(ctx, c) {
+		h.relist(ctx, c)
+	}
+}
+
+// endOffer is release, without the list of sessions. It reports whether that is needed.
+func (h *Host) endOffer(ctx context.Context, c *claim) (less bool) {
 	c.offering.Lock() // until it is released, so that nothing is offered again between
 	defer c.offering.Unlock()
-	h.withdraw(ctx, c)
+	less = h.withdraw(ctx, c)
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.claims[c.ID] == c {
 		c.Released = true
 		h.settle(c)
 	}
+	return less
 }
 
 // awaitEnd returns when a released claim has ended, but after releaseWait at the latest:

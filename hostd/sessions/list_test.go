@@ -42,6 +42,10 @@ func (l lister) ListSessions(ctx context.Context, r *connect.Request[gpuctlv1.Li
 	}
 }
 
+func (l lister) Withdraw(ctx context.Context, r *connect.Request[gpuctlv1.WithdrawRequest]) (*connect.Response[gpuctlv1.WithdrawResponse], error) {
+	return l.guest.Withdraw(ctx, r)
+}
+
 // newLister returns a host that has not been started, and its guest.
 func newLister(t *testing.T) (*Host, lister) {
 	t.Helper()
@@ -58,14 +62,20 @@ func newLister(t *testing.T) (*Host, lister) {
 	return h, l
 }
 
-// begin begins a session of a claim of its own.
-func (l lister) begin(t *testing.T, token string) string {
+// offer makes an offer for a claim.
+func (l lister) offer(t *testing.T, token string) {
 	t.Helper()
 	if _, err := l.guest.Offer(t.Context(), connect.NewRequest(&gpuctlv1.OfferRequest{Token: token, Claim: "c-" + token, Target: &gpuctlv1.Target{
 		Gpu: "big", Runtime: &gpuctlv1.Runtime{Library: "/lib.so", Devices: []uint32{0}}, Limits: &gpuctlv1.Limits{GlobalMemory: 1 << 30},
 	}})); err != nil {
 		t.Fatal(err)
 	}
+}
+
+// begin begins a session of a claim of its own.
+func (l lister) begin(t *testing.T, token string) string {
+	t.Helper()
+	l.offer(t, token)
 	id, err := l.guest.Begin(token, 1, "x", 1<<20)
 	if err != nil {
 		t.Fatal(err)
@@ -80,7 +90,10 @@ func TestOneListServesAllWhoAskedBeforeItBegan(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l.asked = make(chan chan struct{})
 		h.Guest, h.listing = l, make(chan struct{}, 1)
+		ctx, stop := context.WithCancel(t.Context())
 		var all sync.WaitGroup
+		defer all.Wait()
+		defer stop() // if it has failed
 		resync := func(ctx context.Context, sessions int, want error) {
 			all.Go(func() {
 				if err := h.Resync(ctx); (err == nil) != (want == nil) {
@@ -92,13 +105,13 @@ func TestOneListServesAllWhoAskedBeforeItBegan(t *testing.T) {
 			})
 			synctest.Wait()
 		}
-		resync(t.Context(), 0, nil)
+		resync(ctx, 0, nil)
 		first := <-l.asked
 		l.begin(t, "a")
-		leaves, leave := context.WithCancel(t.Context())
+		leaves, leave := context.WithCancel(ctx)
 		resync(leaves, 1, context.Canceled) // it would make the next list
 		for range 200 {
-			resync(t.Context(), 1, nil)
+			resync(ctx, 1, nil)
 		}
 		leave()
 		synctest.Wait()
@@ -115,8 +128,33 @@ func TestOneListServesAllWhoAskedBeforeItBegan(t *testing.T) {
 			t.Error("there is a third list")
 		default:
 		}
-		all.Wait()
 	})
+}
+
+// The processes of many claims have died together.
+func TestOneListIsMadeForAllClaimsOfDeadProcesses(t *testing.T) {
+	h, l := newLister(t)
+	for _, token := range []string{"a", "b", "c"} {
+		h.claims["c-"+token] = &claim{ID: "c-" + token, Token: token, Offered: []string{"big"}, Holder: holder{PID: 1 << 30}}
+		l.offer(t, token)
+	}
+	id := l.begin(t, "a")
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		h.releaseOrphans(t.Context())
+	}()
+	let := <-l.asked
+	if left := l.guest.Offered(); len(left) > 0 {
+		t.Fatalf("offered while sessions are listed: %v", left)
+	}
+	close(let)
+	<-done
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if len(h.claims) != 1 || h.claims["c-a"] == nil || h.sessions[id] == nil {
+		t.Errorf("only the claim of the session is left: %v", h.claims)
+	}
 }
 
 // A list of sessions that was asked for early and comes late brings no session back that has

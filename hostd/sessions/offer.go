@@ -92,25 +92,30 @@ func (h *Host) offerTo(ctx context.Context, c *claim, p placement, amount uint64
 	h.mu.Lock()
 	c.Lease = lease
 	h.mu.Unlock()
-	h.offered(ctx, c, p.ids())
+	if h.offered(c, p.ids()) {
+		h.relist(ctx, c)
+	}
 	return nil
 }
 
-// offered records which GPUs gpuguest offers to a claim, and gives back the others that the
-// claim no longer needs. The caller holds c.offering.
-func (h *Host) offered(ctx context.Context, c *claim, gpus []string) {
+// offered records which GPUs gpuguest offers to a claim. It reports whether some were offered
+// before that are given back only when gpuguest has listed its sessions: one may have begun there
+// of which this host has not heard yet. The caller holds c.offering.
+func (h *Host) offered(c *claim, gpus []string) (less bool) {
 	h.mu.Lock()
-	less := slices.ContainsFunc(c.Offered, func(gpu string) bool { return !slices.Contains(gpus, gpu) })
+	defer h.mu.Unlock()
+	less = slices.ContainsFunc(c.Offered, func(gpu string) bool { return !slices.Contains(gpus, gpu) })
 	c.next, c.since = gpus, time.Now()
 	if !less {
 		h.replaced(c)
 	}
-	h.mu.Unlock()
-	if less {
-		// A session may have begun there of which this host has not heard yet.
-		if err := h.Resync(ctx); err != nil {
-			h.Log.Warn("the GPUs that were offered before stay reserved until gpuguest lists its sessions", "claim", c.ID, "err", err)
-		}
+	return less
+}
+
+// relist has gpuguest list its sessions, after which a claim gives back what it was offered.
+func (h *Host) relist(ctx context.Context, c *claim) {
+	if err := h.Resync(ctx); err != nil {
+		h.Log.Warn("the GPUs that were offered before stay reserved until gpuguest lists its sessions", "claim", c.ID, "err", err)
 	}
 }
 
@@ -130,23 +135,25 @@ func (h *Host) withdrawAt(ctx context.Context, c *claim, placed int) {
 	h.mu.Lock()
 	outdated := c.placed != placed
 	h.mu.Unlock()
-	if !outdated {
-		h.withdraw(ctx, c)
+	if !outdated && h.withdraw(ctx, c) {
+		h.relist(ctx, c)
 	}
 }
 
-// withdraw withdraws what is offered to a claim. The caller holds c.offering.
-func (h *Host) withdraw(ctx context.Context, c *claim) {
+// withdraw withdraws what is offered to a claim, and reports what offered does. The
+// caller holds c.offering.
+func (h *Host) withdraw(ctx context.Context, c *claim) (less bool) {
 	if c.Token == "" {
-		return
+		return false
 	}
-	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	call, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
-	if _, err := h.Guest.Withdraw(ctx, connect.NewRequest(&gpuctlv1.WithdrawRequest{Token: c.Token})); err != nil {
+	_, err := h.Guest.Withdraw(call, connect.NewRequest(&gpuctlv1.WithdrawRequest{Token: c.Token}))
+	if err != nil {
 		if ctx.Err() == nil {
 			h.Log.Warn("offer not withdrawn", "claim", c.ID, "err", plain(err))
 		}
-		return
+		return false
 	}
-	h.offered(ctx, c, nil)
+	return h.offered(c, nil)
 }
