@@ -51,6 +51,7 @@ type claim struct {
 	next     []string   // what gpuguest offers since the time since, if that is not zero:
 	since    time.Time  // Offered stays until a list shows what began by the offer before
 	placed   int        // changes with GPUs
+	stuck    string     // why the offer could not be withdrawn, as was logged; empty: nothing was; under offering
 	offering sync.Mutex // held while gpuguest is told what it offers; locked before the host's
 }
 

@@ -2,9 +2,11 @@ package sessions
 
 import (
 	"context"
+	"errors"
 	"io/fs"
 	"log/slog"
 	"path/filepath"
+	"strings"
 	"sync"
 	"testing"
 	"testing/fstest"
@@ -15,6 +17,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/hostd/guesttest"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // lister is a client of gpuguest whose lists of sessions wait: each is what it was when it was
@@ -155,6 +158,50 @@ func TestOneListIsMadeForAllClaimsOfDeadProcesses(t *testing.T) {
 	if len(h.claims) != 1 || h.claims["c-a"] == nil || h.sessions[id] == nil {
 		t.Errorf("only the claim of the session is left: %v", h.claims)
 	}
+}
+
+func TestWhatKeepsAnOfferFromBeingWithdrawnIsSaidOnce(t *testing.T) {
+	h, l := newLister(t)
+	var out testkit.Log
+	h.Log = slog.New(slog.NewTextHandler(&out, nil))
+	c := &claim{ID: "c-a", Token: "a", Offered: []string{"big"}, Released: true}
+	h.claims[c.ID] = c
+	g := &stuck{lister: l}
+	h.Guest = g
+	for _, step := range []struct {
+		err  error
+		says string // empty: nothing
+	}{
+		{errors.New("no memory"), "no memory"},
+		{errors.New("no memory"), ""},
+		{errors.New("too busy"), "too busy"},
+		{errors.New("too busy"), ""},
+		{errors.New("no memory"), "no memory"},
+		{nil, "offer withdrawn"},
+		{nil, ""},
+		{errors.New("no memory"), "no memory"},
+	} {
+		g.err = step.err
+		c.offering.Lock()
+		h.withdraw(t.Context(), c)
+		c.offering.Unlock()
+		if got := out.Take(); !strings.Contains(got, step.says) || (got == "") != (step.says == "") {
+			t.Errorf("%v: %q is logged, want %q", step.err, got, step.says)
+		}
+	}
+}
+
+// stuck is a guest that may withdraw no offer.
+type stuck struct {
+	lister
+	err error
+}
+
+func (s *stuck) Withdraw(ctx context.Context, r *connect.Request[gpuctlv1.WithdrawRequest]) (*connect.Response[gpuctlv1.WithdrawResponse], error) {
+	if s.err != nil {
+		return nil, s.err
+	}
+	return s.lister.Withdraw(ctx, r)
 }
 
 // A list of sessions that was asked for early and comes late brings no session back that has

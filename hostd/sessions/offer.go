@@ -140,8 +140,8 @@ func (h *Host) withdrawAt(ctx context.Context, c *claim, placed int) {
 	}
 }
 
-// withdraw withdraws what is offered to a claim, and reports what offered does. The
-// caller holds c.offering.
+// withdraw withdraws what is offered to a claim, and reports what offered does. It is repeated
+// until gpuguest has answered, and says once what is in the way. The caller holds c.offering.
 func (h *Host) withdraw(ctx context.Context, c *claim) (less bool) {
 	if c.Token == "" {
 		return false
@@ -150,10 +150,15 @@ func (h *Host) withdraw(ctx context.Context, c *claim) (less bool) {
 	defer cancel()
 	_, err := h.Guest.Withdraw(call, connect.NewRequest(&gpuctlv1.WithdrawRequest{Token: c.Token}))
 	if err != nil {
-		if ctx.Err() == nil {
-			h.Log.Warn("offer not withdrawn", "claim", c.ID, "err", plain(err))
+		if why := plain(err).Error(); ctx.Err() == nil && why != c.stuck {
+			c.stuck = why
+			h.Log.Warn("offer not withdrawn; its GPUs stay reserved until it is", "claim", c.ID, "err", why)
 		}
 		return false
+	}
+	if c.stuck != "" {
+		c.stuck = ""
+		h.Log.Info("offer withdrawn", "claim", c.ID)
 	}
 	return h.offered(c, nil)
 }
