@@ -181,6 +181,9 @@ func (r *run) borrows(h *host) bool {
 	return home != "" && home != h.name || r.claim.GetLabels()[LabelVM] != ""
 }
 
+// LabelPrefix begins the labels of claims that only hosts set.
+const LabelPrefix = "gpuctl."
+
 // LabelVM is the label of a claim by which a VM has a remote GPU: the VM's UUID.
 const LabelVM = "gpuctl.vm"
 

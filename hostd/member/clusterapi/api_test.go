@@ -22,6 +22,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/access"
 	"github.com/gpuctl/gpuctl/cluster/clustertest"
 	"github.com/gpuctl/gpuctl/cluster/pki"
+	"github.com/gpuctl/gpuctl/cluster/placement"
 	"github.com/gpuctl/gpuctl/cluster/replica"
 	"github.com/gpuctl/gpuctl/cluster/scheduler"
 	"github.com/gpuctl/gpuctl/cluster/state"
@@ -369,6 +370,39 @@ func TestSameUserElsewhere(t *testing.T) {
 		res, err := call(c.CreateClaim, &clusterv1.CreateClaimRequest{Claim: &clusterv1.Claim{Id: "mine", Owner: "root"}})(ctx)
 		if err != nil || res.GetClaim().GetOwner() != "user:ada" || len(res.GetAssignments()) != 1 {
 			t.Errorf("%v, %v", res, err)
+		}
+	}
+}
+
+// By these labels the cluster finds whose a claim is: the leader ends one of a host that is gone.
+func TestOnlyHostsSetTheirLabelsOfClaims(t *testing.T) {
+	t.Parallel()
+	ctx := testkit.Context(t)
+	r := newRig(t, 3)
+	leader, others := r.leader(ctx)
+	for _, m := range []*member{leader, others[0]} {
+		for _, who := range []access.Caller{user(clusterv1.Role_ROLE_ADMIN), local()} {
+			c := m.as(t, who)
+			for _, key := range []string{placement.LabelManagedBy, placement.LabelVM, "gpuctl.new"} {
+				claim := &clusterv1.Claim{Id: "forged", Labels: map[string]string{"team": "a", key: "gone"}}
+				for what, err := range map[string]error{
+					"claim": second(call(c.CreateClaim, &clusterv1.CreateClaimRequest{Claim: claim})(ctx)),
+					"plan":  second(call(c.Place, &clusterv1.PlaceRequest{Claim: claim})(ctx)),
+				} {
+					if why := reason.Of(err); why.Code != reason.Denied || why.Object != key || !strings.Contains(err.Error(), "choose another name") {
+						t.Errorf("%s with label %s: %v", what, key, err)
+					}
+				}
+			}
+			mine := &clusterv1.Claim{Unmet: clusterv1.Unmet_UNMET_WAIT, Labels: map[string]string{"team": "a", "gpuctl": "b"}}
+			if _, err := call(c.CreateClaim, &clusterv1.CreateClaimRequest{Claim: mine})(ctx); err != nil {
+				t.Errorf("a user's own labels: %v", err)
+			}
+		}
+		// What hosts make of their own accord, here and by the leader.
+		own := &clusterv1.Claim{Id: "of-" + m.Name, Owner: "host " + m.Name, Labels: map[string]string{placement.LabelManagedBy: m.ID}}
+		if res, err := m.api.Bind(ctx, own); err != nil || res.GetClaim().GetLabels()[placement.LabelManagedBy] != m.ID {
+			t.Errorf("host %s: %v, %v", m.Name, res, err)
 		}
 	}
 }

@@ -4,6 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
+	"strings"
 	"time"
 
 	"connectrpc.com/connect"
@@ -41,6 +44,9 @@ func (a *API) Place(ctx context.Context, req *connect.Request[clusterv1.PlaceReq
 		return nil, err
 	}
 	r, err := request(req.Msg, a.member.Self().Host)
+	if err == nil {
+		err = a.mayLabel(ctx, r.Claim)
+	}
 	if err != nil {
 		return nil, reason.Coded(err)
 	}
@@ -82,6 +88,9 @@ func (a *API) CreateClaim(ctx context.Context, req *connect.Request[clusterv1.Cr
 	if req.Msg.GetClaim() == nil {
 		return nil, reason.Coded(fmt.Errorf("%w: there is no claim in it", errInvalid))
 	}
+	if err := a.mayLabel(ctx, req.Msg.GetClaim()); err != nil {
+		return nil, reason.Coded(err)
+	}
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	c := proto.CloneOf(req.Msg.GetClaim())
@@ -99,6 +108,21 @@ func (a *API) CreateClaim(ctx context.Context, req *connect.Request[clusterv1.Cr
 		return nil, reason.Coded(err)
 	}
 	return connect.NewResponse(res), nil
+}
+
+// mayLabel returns why the caller may not have a claim with such labels: by those of hosts, the
+// cluster finds whose a claim is.
+func (a *API) mayLabel(ctx context.Context, c *clusterv1.Claim) error {
+	if a.fromHost(ctx) {
+		return nil
+	}
+	for _, key := range slices.Sorted(maps.Keys(c.GetLabels())) {
+		if strings.HasPrefix(key, placement.LabelPrefix) {
+			return reason.Errorf(reason.Denied, "label %.100q: only hosts give claims labels that begin with %q", key, placement.LabelPrefix).
+				On("label", key).Do("choose another name for it")
+		}
+	}
+	return nil
 }
 
 // Bind makes a claim that has an id. It does so on the leader if the leader can be
