@@ -23,6 +23,11 @@ var _ service.Adopter = (*Manager)(nil)
 
 // Adopt makes sessions of jobs that run. Nothing of them is touched.
 func (m *Manager) Adopt(ctx context.Context, req *gpuctlv1.AdoptRequest) (*gpuctlv1.AdoptResponse, error) {
+	return m.adopt(ctx, req, nil)
+}
+
+// adopt does the same by an offer, if that is not nil.
+func (m *Manager) adopt(ctx context.Context, req *gpuctlv1.AdoptRequest, by *gpuctlv1.OfferRequest) (*gpuctlv1.AdoptResponse, error) {
 	resp := &gpuctlv1.AdoptResponse{}
 	pid := int(req.GetPid())
 	refuse := func(pid int, command string, rs reasons) {
@@ -69,7 +74,7 @@ func (m *Manager) Adopt(ctx context.Context, req *gpuctlv1.AdoptRequest) (*gpuct
 	defer m.adopting.Unlock()
 	found := false
 	for _, j := range jobs {
-		s, rs, err := m.adoptJob(ctx, c, j, req)
+		s, rs, err := m.adoptJob(ctx, c, j, req, by)
 		switch {
 		case err != nil && req.GetAll() && ctx.Err() == nil:
 			// Its user can end its helpers, and must not keep others' jobs from being adopted.
@@ -132,7 +137,7 @@ func (m *Manager) checkOwner(rs *reasons, pid int) {
 }
 
 // adoptJob makes a session of a job, or returns the one that it is.
-func (m *Manager) adoptJob(ctx context.Context, c *machine, j *holders.Job, req *gpuctlv1.AdoptRequest) (*gpuctlv1.Session, reasons, error) {
+func (m *Manager) adoptJob(ctx context.Context, c *machine, j *holders.Job, req *gpuctlv1.AdoptRequest, by *gpuctlv1.OfferRequest) (*gpuctlv1.Session, reasons, error) {
 	for _, h := range j.Holders {
 		if s := m.sessionOf(h.PID, h.Start); s != nil {
 			return s.snapshot(), nil, nil
@@ -170,7 +175,7 @@ func (m *Manager) adoptJob(ctx context.Context, c *machine, j *holders.Job, req 
 	if req.GetLook() {
 		return s.snapshot(), nil, nil
 	}
-	if err := m.add(s); err != nil {
+	if err := m.add(s, by); err != nil {
 		return nil, nil, err
 	}
 	return s.snapshot(), nil, nil

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
+	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/cuda/ask"
@@ -236,9 +237,15 @@ func (m *Manager) sessionOf(pid int, start uint64) *session {
 	return nil
 }
 
-// add gives a session an id, writes its record and watches it.
-func (m *Manager) add(s *session) error {
-	if err := m.register(s); err != nil {
+// errOfferedAnew: what a session was to begin by is not offered any more. The next look finds its
+// processes again.
+var errOfferedAnew = errors.New("the offer was replaced or withdrawn")
+
+// add gives a session an id, writes its record and watches it. One that begins by an offer is
+// added only if that stands: once the caller of Offer or Withdraw has its answer, no session can
+// begin by the old offer that is not in the list.
+func (m *Manager) add(s *session, by *gpuctlv1.OfferRequest) error {
+	if err := m.register(s, by); err != nil {
 		return err
 	}
 	m.wg.Go(s.watch)
@@ -246,8 +253,12 @@ func (m *Manager) add(s *session) error {
 }
 
 // register does the same without watching it.
-func (m *Manager) register(s *session) error {
+func (m *Manager) register(s *session, by *gpuctlv1.OfferRequest) error {
 	m.mu.Lock()
+	if by != nil && !proto.Equal(m.offers[by.GetToken()], by) {
+		m.mu.Unlock()
+		return fmt.Errorf("pid %d: %w", s.rec.PID, errOfferedAnew)
+	}
 	if len(m.sessions) >= mostSession {
 		m.mu.Unlock()
 		return connect.NewError(connect.CodeResourceExhausted, fmt.Errorf("%d sessions are the most", mostSession))

@@ -38,7 +38,7 @@ func (m *Manager) revive(ctx context.Context, dir, claim string, target *gpuctlv
 		return nil, err
 	}
 	op.dir, op.disk = dir, disk
-	if err := m.register(s); err != nil { // after begin: it is never seen without its operation
+	if err := m.register(s, nil); err != nil { // after begin: it is never seen without its operation
 		op.Over()
 		return nil, err
 	}

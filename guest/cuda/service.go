@@ -215,10 +215,10 @@ func (m *Manager) findOffered(ctx context.Context) error {
 			if o == nil {
 				continue
 			}
-			resp, err := m.Adopt(ctx, &gpuctlv1.AdoptRequest{
+			resp, err := m.adopt(ctx, &gpuctlv1.AdoptRequest{
 				Pid:    uint32(h.PID),
 				Claims: map[uint32]*gpuctlv1.AdoptClaim{uint32(h.PID): {Claim: o.GetClaim(), Target: o.GetTarget()}},
-			})
+			}, o)
 			if err != nil {
 				errs = append(errs, err)
 				break

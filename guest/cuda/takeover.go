@@ -51,7 +51,7 @@ func (m *Manager) takeOver() error {
 		if rec.Op != nil && rec.Op.Kind == kindRevive && rec.Lost == "" {
 			add = m.register // its processes may not be there; the end of the operation watches them
 		}
-		if err := add(s); err != nil {
+		if err := add(s, nil); err != nil {
 			return err
 		}
 	}

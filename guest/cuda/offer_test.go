@@ -1,0 +1,89 @@
+package cuda
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"syscall"
+	"testing"
+	"time"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/cuda/ask"
+)
+
+// asked is a rig whose helpers wait before they tell the state of a process, and say that. Nobody
+// looks for offered processes but the test.
+type asked struct {
+	*rig
+	first, answer string // pipes
+}
+
+func newAsked(t *testing.T) *asked {
+	t.Helper()
+	dir := t.TempDir()
+	a := &asked{first: filepath.Join(dir, "first"), answer: filepath.Join(dir, "answer")}
+	for _, name := range []string{a.first, a.answer} {
+		if err := syscall.Mkfifo(name, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	a.rig = newRig(t, func(c *Config) {
+		script := `if test "$4" = state; then : > "$2"; read -r _ < "$3"; fi; exec "$1" helper "$4"`
+		c.Helper = ask.Helper{Path: "/bin/sh", Args: []string{"-c", script, "sh", c.Helper.Path, a.first, a.answer}, Env: c.Helper.Env}
+		c.Deadlines.State = time.Minute // also on a busy machine
+	})
+	a.m.cancel()
+	a.m.wg.Wait()
+	return a
+}
+
+// look looks for offered processes, and does something while the helper waits.
+func (a *asked) look(during func() error) error {
+	a.t.Helper()
+	done := make(chan error, 1)
+	go func() { done <- a.m.findOffered(a.t.Context()) }()
+	_, err := os.ReadFile(a.first) // once a helper has opened it
+	if err == nil {
+		err = during()
+	}
+	if err == nil {
+		err = os.WriteFile(a.answer, []byte("\n"), 0)
+	}
+	if err != nil {
+		a.t.Fatal(err)
+	}
+	return <-done
+}
+
+// A GPU that is not offered any more may be somebody else's as soon as its caller knows. So no
+// session begins by that offer later, however long its processes were being looked at.
+func TestNoSessionBeginsByAnOfferThatWasReplaced(t *testing.T) {
+	a := newAsked(t)
+	offer := func(claim string, card ask.UUID) error {
+		return a.m.Offer(t.Context(), &gpuctlv1.OfferRequest{Token: "t0ken", Claim: claim, Target: targetTo(card)})
+	}
+	p := a.start([]string{tokenName + "=t0ken"})
+	for what, during := range map[string]func() error{
+		"withdrawn": func() error { return a.m.Withdraw(t.Context(), "t0ken") },
+		"replaced":  func() error { return offer("c-2", cardB) },
+	} {
+		if err := offer("c-1", cardA); err != nil {
+			t.Fatal(err)
+		}
+		if err := a.look(during); !errors.Is(err, errOfferedAnew) || len(a.m.list()) != 0 {
+			t.Fatalf("%s: %v, %d sessions", what, err, len(a.m.list()))
+		}
+	}
+	if err := offer("c-2", cardB); err != nil {
+		t.Fatal(err)
+	}
+	err := a.look(func() error { return offer("c-2", cardB) }) // the same again is no other offer
+	if err != nil || len(a.m.list()) != 1 {
+		t.Fatalf("%v, %d sessions", err, len(a.m.list()))
+	}
+	if s := a.m.list()[0]; s.snapshot().GetClaim() != "c-2" || targetOf(s.rec.Target).GetDriver()[0].GetUuid() != string(cardB) {
+		t.Errorf("the session is of %v", s.snapshot())
+	}
+	p.works()
+}
