@@ -87,3 +87,35 @@ func TestNoSessionBeginsByAnOfferThatWasReplaced(t *testing.T) {
 	}
 	p.works()
 }
+
+// Once a withdrawal has been answered, no gpuguest offers that again, also if it failed before.
+func TestOfferIsThereUntilItsWithdrawalIsWritten(t *testing.T) {
+	r := newRig(t)
+	if err := r.m.Offer(t.Context(), &gpuctlv1.OfferRequest{Token: "t0ken", Claim: "c-1", Target: targetTo(cardA)}); err != nil {
+		t.Fatal(err)
+	}
+	name := filepath.Join(r.cfg.Dir, offersName)
+	if err := os.Rename(name, name+".old"); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.MkdirAll(filepath.Join(name, "in the way"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.m.Withdraw(t.Context(), "t0ken"); err == nil {
+		t.Fatal("withdrawn, and not written")
+	}
+	if err := os.RemoveAll(name); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(name+".old", name); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.m.Withdraw(t.Context(), "t0ken"); err != nil {
+		t.Fatal(err)
+	}
+	r.m.Close()
+	r.open()
+	if len(r.m.offers) != 0 {
+		t.Errorf("the next gpuguest offers %v", r.m.offers)
+	}
+}

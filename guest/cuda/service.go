@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"strings"
 	"time"
 
@@ -137,12 +138,15 @@ func (m *Manager) Withdraw(_ context.Context, token string) error {
 	return m.changeOffers(func(all map[string]*gpuctlv1.OfferRequest) { delete(all, token) })
 }
 
+// changeOffers changes the offers. Without success they stay as they are, so that a withdrawal
+// that could not be written is tried again.
 func (m *Manager) changeOffers(change func(map[string]*gpuctlv1.OfferRequest)) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	change(m.offers)
+	offers := maps.Clone(m.offers)
+	change(offers)
 	var all []json.RawMessage
-	for _, o := range m.offers {
+	for _, o := range offers {
 		all = append(all, marshal(o))
 	}
 	b, err := json.Marshal(all)
@@ -152,6 +156,7 @@ func (m *Manager) changeOffers(change func(map[string]*gpuctlv1.OfferRequest)) e
 	if err != nil {
 		return fmt.Errorf("write offers: %w", err)
 	}
+	m.offers = offers
 	return nil
 }
 
