@@ -29,7 +29,8 @@ void gx_event_destroy(struct obj *o)
 	gx_unlink(c);
 }
 
-/* gx_event_poll requests the status, unless the final one is known. If the session is lost, the status is an error. */
+/* gx_event_poll requests the status, unless the final one is known. A final one stays: another thread may have learned it
+ * while this one waited. If the session is lost, the status is an error. */
 cl_int gx_event_poll(cl_event e, int32_t *status)
 {
 	*status = atomic_load(&e->status);
@@ -45,7 +46,11 @@ cl_int gx_event_poll(cl_event e, int32_t *status)
 		*status = CL_DEVICE_NOT_AVAILABLE;
 	else
 		return err;
-	atomic_store(&e->status, *status);
+	int32_t known = atomic_load(&e->status);
+	while (known > CL_COMPLETE && !atomic_compare_exchange_weak(&e->status, &known, *status))
+		;
+	if (known <= CL_COMPLETE)
+		*status = known;
 	return CL_SUCCESS;
 }
 

@@ -578,7 +578,7 @@ static bool spin_done(_Atomic uint32_t *state)
 
 /* completes reports whether a reply can tell the application that a command is complete. The output of the command's
  * kernel must be written by then. GX_EVENT_STATUS is not in the list, because the library itself also requests it
- * with a lock held; clGetEventInfo writes the output itself. */
+ * in the middle of transfers; clGetEventInfo writes the output itself. */
 static bool completes(uint32_t op)
 {
 	switch (op) {

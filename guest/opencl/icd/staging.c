@@ -178,6 +178,7 @@ void gx_map_out(const struct map *m)
 /* ---- transfers in progress, oldest first */
 struct pend {
 	struct pend *next;
+	uint64_t serial; /* grows along the list, and is never used again */
 	uint32_t word; /* 0: a mapping, which is complete when its event is */
 	bool read, there; /* there: the executor reads to where the application wants it, so nothing is left to copy */
 	struct layout to;
@@ -226,6 +227,8 @@ static struct pend *pend_new(void)
 
 static void pend_link(struct pend *p)
 {
+	static uint64_t serial;
+	p->serial = ++serial;
 	*last = p;
 	last = &p->next;
 	atomic_fetch_add(&S.npending, 1);
@@ -362,21 +365,45 @@ bool gx_pend_forget(cl_mem mem, uint32_t map)
 	return found;
 }
 
-/* arrived reports whether the data of a read or a map is in the arena. */
-static bool arrived(const struct pend *p)
+/* ask_maps asks which maps have ended. Their events keep the answers. The caller has no lock, as the executor may not
+ * answer for long, and other threads are to go on meanwhile. */
+static void ask_maps(void)
 {
-	int32_t st = CL_QUEUED;
-	if (p->word)
-		return atomic_load_explicit(gx_word(GX_PEND_OFF + 4 * p->word), memory_order_acquire) != GX_PEND_BUSY;
-	return !gx_event_poll(p->ev, &st) && st <= CL_COMPLETE;
+	cl_event evs[32];
+	uint64_t asked = 0;
+	unsigned n;
+	do {
+		n = 0;
+		gx_lock_take(&pend_lock);
+		for (struct pend *p = first; p && n < COUNT(evs); p = p->next)
+			if (!p->word && p->serial > asked && atomic_load(&p->ev->status) > CL_COMPLETE) {
+				gx_link(evs[n++] = p->ev); /* the map may be taken out of the list meanwhile */
+				asked = p->serial;
+			}
+		gx_lock_drop(&pend_lock);
+		for (unsigned i = 0; i < n; i++) {
+			int32_t st;
+			gx_event_poll(evs[i], &st);
+			gx_unlink(evs[i]);
+		}
+	} while (n == COUNT(evs));
 }
 
-/* overtakes reports whether data of a read has to wait for older data for the same memory, which has arrived since it
- * was looked at. The caller has the lock. */
-static bool overtakes(const struct pend *p)
+/* arrived reports whether the data of a read or a map is in the arena, as far as is known. */
+static bool arrived(const struct pend *p)
+{
+	if (p->word)
+		return atomic_load_explicit(gx_word(GX_PEND_OFF + 4 * p->word), memory_order_acquire) != GX_PEND_BUSY;
+	return atomic_load(&p->ev->status) <= CL_COMPLETE;
+}
+
+/* overtakes reports whether data that has arrived has to wait for older data for the same memory, which has arrived
+ * since it was looked at, or may have: asked says that the maps were asked after the data was seen to have arrived. The
+ * caller has the lock. */
+static bool overtakes(const struct pend *p, bool asked)
 {
 	for (struct pend *o = first; o != p; o = o->next)
-		if ((o->read || !o->word) && gx_layouts_meet(&o->to, &p->to) && arrived(o))
+		if ((o->read || !o->word) && gx_layouts_meet(&o->to, &p->to) && ((!o->word && !asked) || arrived(o)))
 			return true;
 	return false;
 }
@@ -385,11 +412,14 @@ void gx_reap_slow(unsigned max)
 {
 	struct { uint64_t off, len; } done[32];
 	cl_event evs[32];
+	uint64_t held = 0; /* the serial of what had arrived before the maps were asked */
 	bool again;
 	do {
 		unsigned n = 0, nev = 0, busy = 0;
 		bool lost = atomic_load(&S.lost);
 		again = false;
+		if (max == ~0u && !lost) /* others look at no maps */
+			ask_maps();
 		gx_lock_take(&pend_lock);
 		for (struct pend **at = &first; *at;) {
 			struct pend *p = *at;
@@ -406,8 +436,9 @@ void gx_reap_slow(unsigned max)
 					at = &p->next;
 					continue;
 				}
-				if (busy && p->read && overtakes(p)) {
-					again = max == ~0u; /* others look at no maps */
+				if (busy && p->read && overtakes(p, p->serial == held)) {
+					held = p->serial;
+					again = max == ~0u;
 					break;
 				}
 				if (w == GX_PEND_DONE && p->read && !p->there)
@@ -417,13 +448,14 @@ void gx_reap_slow(unsigned max)
 				if (w != GX_PEND_BUSY)
 					word_drop(p->word);
 			} else {
-				int32_t st = CL_QUEUED;
-				if (max != ~0u || (!lost && (gx_event_poll(p->ev, &st) || st > CL_COMPLETE))) {
+				int32_t st = atomic_load(&p->ev->status);
+				if (max != ~0u || (!lost && st > CL_COMPLETE)) {
 					busy++;
 					at = &p->next;
 					continue;
 				}
-				if (busy && overtakes(p)) {
+				if (busy && overtakes(p, p->serial == held)) {
+					held = p->serial;
 					again = true;
 					break;
 				}

@@ -1,0 +1,279 @@
+/*
+ * maps: what the library does while its executor does not say yet whether maps have ended, as in a swap. The main thread is the
+ * executor, and answers as the cases want; the application is other threads. What never comes ends the program by an alarm.
+ */
+#include "../../gx.h"
+#include <pthread.h>
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+enum { ARENA = 256 << 20, SPLIT = 8 << 20, N = 64 };
+
+#define CALL(f, ...) (gx_dispatch.f(__VA_ARGS__))
+#define CHECK(x) do { if (!(x)) { fprintf(stderr, "line %d: %s\n", __LINE__, #x); _exit(1); } } while (0)
+
+const char *__asan_default_options(void) { return "detect_leaks=0"; }
+
+cl_int __wrap_gx_connect(void) { return CL_SUCCESS; }
+
+/* ---- the executor */
+
+struct request { uint32_t op, slot, word[16]; };
+
+static struct request next(void)
+{
+	struct request r = {0};
+	for (;;) {
+		uint64_t head = atomic_load(gx_word64(GX_HDR_HEAD));
+		while (atomic_load(gx_word64(GX_HDR_TAIL)) == head)
+			sched_yield();
+		const uint8_t *p = S.ring + GX_RING_OFF + head % GX_RING_SIZE;
+		uint32_t len;
+		uint16_t w[2];
+		memcpy(&len, p, 4);
+		memcpy(w, p + 4, 4);
+		memcpy(r.word, p + 8, len - 8 < sizeof r.word ? len - 8 : sizeof r.word);
+		r.op = w[0], r.slot = w[1];
+		atomic_store(gx_word64(GX_HDR_HEAD), head + len);
+		if (r.op != GX_PAD)
+			return r;
+	}
+}
+
+static void reply(const struct request *r, const void *data, uint32_t len)
+{
+	uint8_t *s = S.ring + GX_SLOT_OFF + (size_t)r->slot * GX_SLOT_SIZE;
+	uint64_t total = len;
+	memset(s + GX_SLOT_ERR, 0, GX_SLOT_DATA - GX_SLOT_ERR);
+	memcpy(s + GX_SLOT_LEN, &len, 4);
+	memcpy(s + GX_SLOT_TOTAL, &total, 8);
+	memcpy(s + GX_SLOT_DATA, data, len);
+	if (atomic_exchange(gx_slot_word(r->slot, GX_SLOT_STATE), GX_SLOT_DONE) == GX_SLOT_ASLEEP)
+		gx_futex_wake(gx_slot_word(r->slot, GX_SLOT_STATE), 1);
+}
+
+static void is(const struct request *r, int32_t status) { reply(r, &status, sizeof status); }
+
+static uint64_t maps; /* that were made; each has a page of its own */
+static uint8_t *mapped(uint64_t n) { return S.arena + 4096 * n; }
+
+/* until answers what comes until a request of a kind. */
+static struct request until(uint32_t op)
+{
+	static const uint32_t info[] = {0, 0, 1, 0, 1, 3, CL_DEVICE_IMAGE_SUPPORT, 4, 1, 0, CL_DEVICE_MAX_MEM_ALLOC_SIZE, 8, 1 << 20, 0, CL_DEVICE_NAME, 2, 'd', 0};
+	for (;;) {
+		struct request r = next();
+		if (r.op == op)
+			return r;
+		CHECK(r.op != GX_EVENT_STATUS);
+		if (r.op == GX_MAP_BUFFER) {
+			uint64_t at = 4096 * ++maps;
+			reply(&r, &at, sizeof at);
+		} else if (r.slot != GX_NO_SLOT)
+			reply(&r, info, r.op == GX_SESSION_INFO ? sizeof info : 0);
+	}
+}
+
+/* arrive ends a read that was staged. */
+static void arrive(const struct request *r, int value)
+{
+	uint64_t off = r->word[4] | (uint64_t)r->word[5] << 32;
+	memset(S.arena + off, value, N);
+	atomic_store(gx_word(GX_PEND_OFF + 4 * r->word[12]), GX_PEND_DONE);
+}
+
+/* ---- the application */
+
+static cl_context ctx;
+static cl_command_queue q;
+static uint8_t host[2][N] __attribute__((aligned(64))), apart[N];
+static cl_mem mems[2], plain;
+static cl_event evs[2];
+
+static bool all(const uint8_t *p, int value)
+{
+	for (int i = 0; i < N; i++)
+		if (p[i] != value)
+			return false;
+	return true;
+}
+
+static void *begin(void *arg)
+{
+	(void)arg;
+	struct gx_reply r;
+	cl_device_id d = NULL;
+	cl_int err;
+	CHECK(!call_session_info(&(struct gx_session_info){0}, &r) && !gx_devices_load(&r));
+	gx_reply_free(&r);
+	CHECK(!CALL(clGetDeviceIDs, &gx_platform, CL_DEVICE_TYPE_ALL, 1, &d, NULL) && d);
+	CHECK((ctx = CALL(clCreateContext, NULL, 1, &d, NULL, NULL, &err)));
+	CHECK((q = CALL(clCreateCommandQueue, ctx, d, 0, &err)));
+	CHECK((plain = CALL(clCreateBuffer, ctx, CL_MEM_READ_WRITE, N, NULL, &err)));
+	for (int i = 0; i < 2; i++)
+		CHECK((mems[i] = CALL(clCreateBuffer, ctx, CL_MEM_READ_WRITE | CL_MEM_USE_HOST_PTR, N, host[i], &err)));
+	CHECK(!CALL(clFlush, q));
+	return NULL;
+}
+
+static void map(int i)
+{
+	cl_int err;
+	CHECK(CALL(clEnqueueMapBuffer, q, mems[i], CL_FALSE, CL_MAP_READ, 0, N, 0, NULL, &evs[i], &err) == host[i]);
+}
+
+static void unmap(int i)
+{
+	CHECK(!CALL(clEnqueueUnmapMemObject, q, mems[i], host[i], 0, NULL, NULL));
+	CHECK(!CALL(clReleaseEvent, evs[i]));
+}
+
+static void read_to(uint8_t *p) { CHECK(!CALL(clEnqueueReadBuffer, q, plain, CL_FALSE, 0, N, p, 0, NULL, NULL)); }
+
+static void finish(void) { CHECK(!CALL(clFinish, q)); }
+
+static pthread_t go(void *(*f)(void *))
+{
+	pthread_t t;
+	CHECK(!pthread_create(&t, NULL, f, NULL));
+	return t;
+}
+
+/* end lets a thread of the application end, which posts its last requests without waiting. */
+static void end(pthread_t t) { CHECK(!pthread_join(t, NULL)); }
+
+/* While one thread waits for the word about a map, another begins a transfer. */
+static void *maps_and_waits(void *arg)
+{
+	map(0);
+	finish();
+	CHECK(all(host[0], 1));
+	unmap(0);
+	return arg;
+}
+
+static void *reads(void *arg)
+{
+	read_to(apart);
+	return arg;
+}
+
+static void others_go_on(void)
+{
+	pthread_t a = go(maps_and_waits);
+	struct request asked = until(GX_EVENT_STATUS);
+	pthread_t b = go(reads);
+	struct request read = until(GX_READ_BUFFER);
+	end(b);
+	arrive(&read, 2);
+	memset(mapped(maps), 1, N);
+	is(&asked, CL_COMPLETE);
+	end(a);
+	CHECK(all(apart, 2));
+}
+
+/* A map, and a read to the same memory. */
+static void *maps_and_reads(void *arg)
+{
+	map(0);
+	read_to(host[0]);
+	finish();
+	CHECK(all(host[0], 2));
+	return arg;
+}
+
+/* The map was asked for before it ended, and its read has come since: the map's data is the older. */
+static void map_ends_after_it_was_asked(void)
+{
+	pthread_t a = go(maps_and_reads);
+	struct request read = until(GX_READ_BUFFER), asked = until(GX_EVENT_STATUS);
+	memset(mapped(maps), 1, N);
+	arrive(&read, 2);
+	is(&asked, CL_QUEUED);
+	asked = until(GX_EVENT_STATUS);
+	is(&asked, CL_COMPLETE);
+	end(a);
+	unmap(0);
+}
+
+/* The read has ended, and the map has not: its data is the newer, whatever the order of the calls. */
+static void *finishes(void *arg)
+{
+	finish();
+	CHECK(all(host[0], 1));
+	unmap(0);
+	return arg;
+}
+
+static void map_ends_after_the_read(void)
+{
+	pthread_t a = go(maps_and_reads);
+	struct request read = until(GX_READ_BUFFER), asked = until(GX_EVENT_STATUS);
+	arrive(&read, 2);
+	is(&asked, CL_QUEUED);
+	asked = until(GX_EVENT_STATUS);
+	is(&asked, CL_QUEUED);
+	end(a);
+	a = go(finishes);
+	asked = until(GX_EVENT_STATUS);
+	memset(mapped(maps), 1, N);
+	is(&asked, CL_COMPLETE);
+	end(a);
+}
+
+/* One thread waits for the word about the first of two maps, and another is told that it has ended: an old word that comes
+ * late changes nothing. */
+static void *maps_twice(void *arg)
+{
+	map(0);
+	map(1);
+	finish();
+	unmap(0);
+	unmap(1);
+	return arg;
+}
+
+static void *waits(void *arg)
+{
+	CHECK(!CALL(clWaitForEvents, 1, &evs[0]));
+	CHECK(all(host[0], 3));
+	return arg;
+}
+
+static void old_word_comes_late(void)
+{
+	pthread_t a = go(maps_twice);
+	struct request first = until(GX_EVENT_STATUS);
+	memset(mapped(maps - 1), 3, N);
+	pthread_t b = go(waits);
+	struct request second = until(GX_EVENT_STATUS);
+	is(&first, CL_QUEUED);
+	struct request third = until(GX_EVENT_STATUS); /* so the word has been read */
+	is(&second, CL_QUEUED);
+	end(b);
+	is(&third, CL_COMPLETE);
+	end(a);
+}
+
+int main(void)
+{
+	gx_enter(); /* sets up what a forked child sets up */
+	S.ring = mmap(NULL, GX_RING_MEM, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	S.arena = mmap(NULL, ARENA, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	CHECK(S.ring != MAP_FAILED && S.arena != MAP_FAILED);
+	S.arena_size = ARENA, S.split = SPLIT;
+	atomic_store(gx_word(GX_HDR_STATE), GX_STATE_RUNNING);
+	atomic_store(&S.up, true);
+	alarm(60);
+	pthread_t a = go(begin);
+	until(GX_FLUSH);
+	end(a);
+	others_go_on();
+	map_ends_after_it_was_asked();
+	map_ends_after_the_read();
+	old_word_comes_late();
+	return 0;
+}
