@@ -39,6 +39,7 @@ var allowedText = map[string]string{
 	"hostd/mediated: Run":          logged,
 	"hostd/borrow: serve":          logged,
 	"hostd/borrow: relay":          logged,
+	"hostd/sessions: withdraw":     logged,
 	"guest/vm/channel: Serve":      logged,
 }
 
