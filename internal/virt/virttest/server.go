@@ -583,28 +583,7 @@ func (s *Server) onDomain(call string, d *domain, r *reader, w *writer) *refusal
 	case "attach-device", "detach-device":
 		return s.device(call == "attach-device", d, r.str(), r.u32())
 	case "domjobinfo":
-		if d.job == nil {
-			w.u32(0)
-			w.u32(0)
-			return nil
-		}
-		total := uint64(1 << 20)
-		switch {
-		case d.job.opening, s.xen:
-			total = 0 // nothing is known of the memory yet, or ever
-		case !s.jammed:
-			d.job.sent++
-		}
-		w.u32(2)
-		w.u32(4)
-		for _, p := range []struct {
-			name  string
-			value uint64
-		}{{"time_elapsed", 100}, {"data_total", total}, {"data_processed", d.job.sent}, {"data_remaining", total - d.job.sent}} {
-			w.str(p.name)
-			w.u32(4)
-			w.u64(p.value)
-		}
+		s.jobInfo(d, w)
 	case "domjobabort":
 		if s.xen {
 			return refuse(3, "this function is not supported by the connection driver: virDomainAbortJob")
@@ -618,6 +597,31 @@ func (s *Server) onDomain(call string, d *domain, r *reader, w *writer) *refusal
 		return s.migrate(d, r.opt())
 	}
 	return nil
+}
+
+func (s *Server) jobInfo(d *domain, w *writer) {
+	if d.job == nil {
+		w.u32(0)
+		w.u32(0)
+		return
+	}
+	total := uint64(1 << 20)
+	switch {
+	case d.job.opening, s.xen:
+		total = 0 // nothing is known of the memory yet, or ever
+	case !s.jammed:
+		d.job.sent++
+	}
+	w.u32(2)
+	w.u32(4)
+	for _, p := range []struct {
+		name  string
+		value uint64
+	}{{"time_elapsed", 100}, {"data_total", total}, {"data_processed", d.job.sent}, {"data_remaining", total - d.job.sent}} {
+		w.str(p.name)
+		w.u32(4)
+		w.u64(p.value)
+	}
 }
 
 func (s *Server) stop(d *domain, detail uint32) {
