@@ -360,6 +360,20 @@ func TestRefusals(t *testing.T) {
 }
 
 // Return does not tear a device from who has it, nor half a card.
+// Who reads which addresses a card has does not use it: lspci does, and hostd whenever it looks for cards.
+func TestReaderOfTheTableOfAddressesIsNoUser(t *testing.T) {
+	r := newRig(t)
+	hold(507, "hostd", "/sys/devices/pci0000:00/0000:00:01.0/0000:65:00.0/resource")(r)
+	users, err := r.Users(t.Context(), gpuCard)
+	if err != nil || len(users) != 0 {
+		t.Errorf("%v, %v", users, err)
+	}
+	hold(508, "dcgm", "/sys/devices/pci0000:00/0000:00:01.0/0000:65:00.0/resource1_wc")(r)
+	if users, err = r.Users(t.Context(), gpuCard); err != nil || len(users) != 1 || users[0].PID != 508 {
+		t.Errorf("%v, %v", users, err)
+	}
+}
+
 func TestReturnRefuses(t *testing.T) {
 	r := newRig(t)
 	r.must(r.Take(t.Context(), gpuCard, bind.XenPciback))

@@ -389,8 +389,10 @@ func owners(target string, functions []pci.Address, files map[string][]pci.Addre
 		}
 		return out
 	}
-	// A BAR that is mapped through sysfs.
-	if dir, file := path.Split(target); strings.HasPrefix(file, "resource") && strings.HasPrefix(dir, "/sys/") {
+	// A BAR that is mapped through sysfs: resource0, resource0_wc, …. What is named resource is a table of their addresses,
+	// which anybody may read, as lspci and hostd do.
+	dir, file := path.Split(target)
+	if bar, ok := strings.CutPrefix(file, "resource"); ok && bar != "" && strings.HasPrefix(dir, "/sys/") {
 		for _, a := range functions {
 			if path.Base(dir) == a.String() {
 				return []pci.Address{a}
