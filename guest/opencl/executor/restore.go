@@ -1,6 +1,7 @@
 package executor
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"runtime"
@@ -61,7 +62,7 @@ func (s *session) restore(g *graph, report progress) error {
 		s.host.sweep(s.host.own)
 		s.swept = true
 	}
-	for _, d := range sorted(g.Devices, func(d gDevice) uint32 { return d.ID }) {
+	for _, d := range sorted(g.Devices, func(d *gDevice) uint32 { return d.ID }) {
 		if err := s.restoreDevice(d); err != nil {
 			return err
 		}
@@ -86,7 +87,7 @@ func (s *session) restore(g *graph, report progress) error {
 		}
 	}
 	total := uint64(len(g.Mems) + len(g.Programs) + len(g.Kernels))
-	for i, m := range sorted(g.Mems, func(m gMem) uint64 { return uint64(m.Kind)<<32 | uint64(m.ID) }) {
+	for i, m := range sorted(g.Mems, func(m *gMem) uint64 { return uint64(m.Kind)<<32 | uint64(m.ID) }) {
 		if err := s.restoreMem(m, g.Final); err != nil {
 			return err
 		}
@@ -122,9 +123,12 @@ func (s *session) restore(g *graph, report progress) error {
 	return nil
 }
 
-func sorted[T any, K ~uint32 | ~uint64](in []T, key func(T) K) []T {
-	out := append([]T(nil), in...)
-	sort.SliceStable(out, func(i, j int) bool { return key(out[i]) < key(out[j]) })
+func sorted[T any, K ~uint32 | ~uint64](in []T, key func(*T) K) []*T {
+	out := make([]*T, len(in))
+	for i := range in {
+		out[i] = &in[i]
+	}
+	slices.SortStableFunc(out, func(a, b *T) int { return cmp.Compare(key(a), key(b)) })
 	return out
 }
 
@@ -279,7 +283,7 @@ func (s *session) hold(o any, n int) {
 	}
 }
 
-func (s *session) restoreDevice(d gDevice) error {
+func (s *session) restoreDevice(d *gDevice) error {
 	if s.have(d.ID, d.Serial) {
 		return nil
 	}
@@ -321,7 +325,7 @@ func (s *session) restoreQueue(q gQueue) error {
 	return nil
 }
 
-func (s *session) restoreMem(g gMem, final bool) (err error) {
+func (s *session) restoreMem(g *gMem, final bool) (err error) {
 	if s.have(g.ID, g.Serial) {
 		m := lookup[mem](s, g.ID)
 		if m == nil || m.kind != g.Kind || m.size != g.Size {
@@ -401,8 +405,10 @@ func (g *gMem) keeps(final bool) bool { return g.HasArena && (g.Unified || final
 
 // adoptMaps takes over the application's mappings. With the final graph, after which
 // nothing changes any more, it also takes over the memory of the mappings.
-func (s *session) adoptMaps(m *mem, g gMem, final bool) error {
-	m.maps = map[uint32]*mapping{}
+func (s *session) adoptMaps(m *mem, g *gMem, final bool) error {
+	if m.maps == nil || len(m.maps)+len(g.Maps) > 0 {
+		m.maps = map[uint32]*mapping{}
+	}
 	for i := range g.Maps {
 		mp := g.Maps[i]
 		m.maps[mp.ID] = &mp
