@@ -28,7 +28,7 @@ import (
 
 const (
 	members      = 3
-	memberPort   = 7661 // and those that follow
+	memberPort   = 7661 // and each second one that follows: a host lends at the next port
 	memberGPUs   = 100  // of two runtimes: hostd takes no note of more than 64 of one
 	claimRounds  = 12
 	claimsARound = 50
@@ -123,7 +123,7 @@ func newClusterHost(hostd, dir string, i int) (*clusterHost, error) {
 		return nil, err
 	}
 	h.client = clusterv1connect.NewClusterServiceClient(unixrpc.Client(h.path("hostd.sock")), "http://hostd")
-	return h, os.WriteFile(h.path("hostd.yaml"), memberConfig(h.name, memberPort+i), 0o600)
+	return h, os.WriteFile(h.path("hostd.yaml"), memberConfig(h.name, memberPort+2*i), 0o600)
 }
 
 func (h *clusterHost) path(name string) string { return filepath.Join(h.dir, name) }
