@@ -119,7 +119,7 @@ func memberConfig(name string, port int) []byte {
 
 func newClusterHost(hostd, dir string, i int) (*clusterHost, error) {
 	h := &clusterHost{name: fmt.Sprint("node", i+1), dir: dir, hostd: hostd}
-	if err := os.MkdirAll(dir, 0o700); err != nil {
+	if err := os.MkdirAll(dir, 0o711); err != nil {
 		return nil, err
 	}
 	h.client = clusterv1connect.NewClusterServiceClient(unixrpc.Client(h.path("hostd.sock")), "http://hostd")
@@ -301,6 +301,10 @@ func (b *bench) cluster(ctx context.Context) error {
 func (b *bench) disk() (dir, fsys string, err error) {
 	for _, parent := range []string{b.tmp, "/var/tmp"} {
 		if dir, err = os.MkdirTemp(parent, "gc"); err != nil {
+			continue
+		}
+		if err = os.Chmod(dir, 0o711); err != nil { // the users of executors pass through it
+			_ = os.Remove(dir)
 			continue
 		}
 		kind, device, mountErr := mountOf(dir)

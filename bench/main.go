@@ -88,6 +88,9 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	defer os.RemoveAll(tmp)
+	if err := os.Chmod(tmp, 0o711); err != nil { // the users of executors pass through it
+		return err
+	}
 	b := &bench{out: out, tmp: tmp, rounds: *rounds, swaps: *swaps, mib: *mib, gib: *gib, operations: *operations, together: *together, program: *program, seed: *seed, soak: *soak, against: list(*against), card: *card, modes: list(*modes), nvidia: *nvidia, traces: *traces}
 	if b.nvidia == "" {
 		b.nvidia = findNVIDIA()
