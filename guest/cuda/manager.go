@@ -79,7 +79,7 @@ type Manager struct {
 
 	mu       sync.Mutex
 	sessions map[string]*session
-	offers   map[string]*gpuctlv1.OfferRequest
+	offers   engine.Offers
 	seen     *ask.Answer // the last look
 	seenAt   time.Time
 }
@@ -113,7 +113,7 @@ func New(cfg Config) (*Manager, error) {
 	}
 	m := &Manager{
 		cfg: cfg, log: cfg.Logger, lock: lock, ask: &ask.Client{Helper: cfg.Helper},
-		sessions: map[string]*session{}, offers: map[string]*gpuctlv1.OfferRequest{},
+		sessions: map[string]*session{},
 	}
 	m.self, _ = os.Readlink("/proc/self/exe")
 	if m.cfg.Roots.Except == nil {
@@ -237,13 +237,9 @@ func (m *Manager) sessionOf(pid int, start uint64) *session {
 	return nil
 }
 
-// errOfferedAnew: what a session was to begin by is not offered any more. The next look finds its
-// processes again.
-var errOfferedAnew = errors.New("the offer was replaced or withdrawn")
-
 // add gives a session an id, writes its record and watches it. One that begins by an offer is
 // added only if that stands: once the caller of Offer or Withdraw has its answer, no session can
-// begin by the old offer that is not in the list.
+// begin by the old offer that is not in the list. The next look finds its processes again.
 func (m *Manager) add(s *session, by *gpuctlv1.OfferRequest) error {
 	if err := m.register(s, by); err != nil {
 		return err
@@ -257,7 +253,7 @@ func (m *Manager) register(s *session, by *gpuctlv1.OfferRequest) error {
 	m.mu.Lock()
 	if by != nil && !proto.Equal(m.offers[by.GetToken()], by) {
 		m.mu.Unlock()
-		return fmt.Errorf("pid %d: %w", s.rec.PID, errOfferedAnew)
+		return fmt.Errorf("pid %d: %w", s.rec.PID, engine.ErrOfferedAnew)
 	}
 	if len(m.sessions) >= mostSession {
 		m.mu.Unlock()

@@ -10,6 +10,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/cuda/ask"
+	"github.com/gpuctl/gpuctl/guest/engine"
 )
 
 // asked is a rig whose helpers wait before they tell the state of a process, and say that. Nobody
@@ -71,7 +72,7 @@ func TestNoSessionBeginsByAnOfferThatWasReplaced(t *testing.T) {
 		if err := offer("c-1", cardA); err != nil {
 			t.Fatal(err)
 		}
-		if err := a.look(during); !errors.Is(err, errOfferedAnew) || len(a.m.list()) != 0 {
+		if err := a.look(during); !errors.Is(err, engine.ErrOfferedAnew) || len(a.m.list()) != 0 {
 			t.Fatalf("%s: %v, %d sessions", what, err, len(a.m.list()))
 		}
 	}
@@ -94,7 +95,7 @@ func TestOfferIsThereUntilItsWithdrawalIsWritten(t *testing.T) {
 	if err := r.m.Offer(t.Context(), &gpuctlv1.OfferRequest{Token: "t0ken", Claim: "c-1", Target: targetTo(cardA)}); err != nil {
 		t.Fatal(err)
 	}
-	name := filepath.Join(r.cfg.Dir, offersName)
+	name := filepath.Join(r.cfg.Dir, engine.OffersName)
 	if err := os.Rename(name, name+".old"); err != nil {
 		t.Fatal(err)
 	}

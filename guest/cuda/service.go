@@ -2,29 +2,23 @@ package cuda
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"io/fs"
-	"maps"
 	"strings"
 	"time"
 
 	"connectrpc.com/connect"
-	"google.golang.org/protobuf/encoding/protojson"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/cuda/ask"
 	"github.com/gpuctl/gpuctl/guest/engine"
 	"github.com/gpuctl/gpuctl/guest/service"
-	"github.com/gpuctl/gpuctl/internal/beneath"
 	"github.com/gpuctl/gpuctl/internal/wait"
 )
 
 var _ service.Folders = (*Manager)(nil)
 
 const (
-	offersName = "offers.json"
 	mostOffers = 1 << 20        // bytes of offers.json
 	tokenName  = "GPUCTL_TOKEN" //nolint:gosec // a name in the environment of processes that gpuctl run starts
 	// lookEvery is how often offered processes are looked for, and usage is read at most.
@@ -124,7 +118,7 @@ func (m *Manager) GPUs(ctx context.Context) (gpus []*gpuctlv1.DriverGPU, memory 
 // Offer has processes with the token in their environment become sessions of the offer's
 // claim when they begin to use CUDA.
 func (m *Manager) Offer(_ context.Context, o *gpuctlv1.OfferRequest) error {
-	return m.changeOffers(func(all map[string]*gpuctlv1.OfferRequest) { all[o.GetToken()] = o })
+	return m.changeOffers(func(all engine.Offers) { all[o.GetToken()] = o })
 }
 
 // Withdraw removes an offer. Sessions stay.
@@ -135,51 +129,19 @@ func (m *Manager) Withdraw(_ context.Context, token string) error {
 	if !has {
 		return nil
 	}
-	return m.changeOffers(func(all map[string]*gpuctlv1.OfferRequest) { delete(all, token) })
+	return m.changeOffers(func(all engine.Offers) { delete(all, token) })
 }
 
-// changeOffers changes the offers. Without success they stay as they are, so that a withdrawal
-// that could not be written is tried again.
-func (m *Manager) changeOffers(change func(map[string]*gpuctlv1.OfferRequest)) error {
+func (m *Manager) changeOffers(change func(engine.Offers)) (err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	offers := maps.Clone(m.offers)
-	change(offers)
-	var all []json.RawMessage
-	for _, o := range offers {
-		all = append(all, marshal(o))
-	}
-	b, err := json.Marshal(all)
-	if err == nil {
-		err = beneath.Replace(m.cfg.Dir, offersName, b, 0o600)
-	}
-	if err != nil {
-		return fmt.Errorf("write offers: %w", err)
-	}
-	m.offers = offers
-	return nil
+	m.offers, err = m.offers.Change(m.cfg.Dir, change)
+	return err
 }
 
-func (m *Manager) loadOffers() error {
-	b, err := beneath.ReadFile(m.cfg.Dir, offersName, mostOffers)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	var all []json.RawMessage
-	if err == nil {
-		err = json.Unmarshal(b, &all)
-	}
-	for _, raw := range all {
-		o := &gpuctlv1.OfferRequest{}
-		if err := protojson.Unmarshal(raw, o); err != nil {
-			return fmt.Errorf("read offers: %w", err)
-		}
-		m.offers[o.GetToken()] = o
-	}
-	if err != nil {
-		return fmt.Errorf("read offers: %w", err)
-	}
-	return nil
+func (m *Manager) loadOffers() (err error) {
+	m.offers, err = engine.ReadOffers(m.cfg.Dir, mostOffers)
+	return err
 }
 
 // adoptOffered looks for processes with an offer's token, as long as there are offers.

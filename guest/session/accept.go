@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/engine"
 	"github.com/gpuctl/gpuctl/guest/handover"
 	"github.com/gpuctl/gpuctl/guest/opencl/compiled"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
@@ -85,7 +86,7 @@ func (m *Manager) greet(conn *net.UnixConn, cred *unix.Ucred, d *door) error {
 	if err == nil {
 		err = d.turn(g.uid, func() error {
 			for {
-				if err := m.create(conn, g); !errors.Is(err, errOfferedAnew) {
+				if err := m.create(conn, g); !errors.Is(err, engine.ErrOfferedAnew) {
 					return err
 				}
 			}
@@ -134,10 +135,8 @@ func readGreeting(conn *net.UnixConn, cred *unix.Ucred) (greeting, error) {
 	return g, nil
 }
 
-// errOfferedAnew: what a session was made by is not offered any more. Nothing is left of it.
-var errOfferedAnew = errors.New("the offer was replaced or withdrawn")
-
-// create makes a session and answers the application. If it succeeds, it owns conn.
+// create makes a session and answers the application. If it succeeds, it owns conn. Nothing is left of a
+// session if the error is engine.ErrOfferedAnew.
 func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 	offer, ok := m.offered(g.token)
 	if !ok {
@@ -180,7 +179,7 @@ func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 		s.log.Info("offered anew while its first executor was loading", "gpu", target.GetGpu())
 		s.conn = nil // the application waits for the next session
 		s.discard()  // what of it lingers is in the list
-		return errOfferedAnew
+		return engine.ErrOfferedAnew
 	}
 	s.log.Info("session begins", "pid", g.pid, "claim", offer.Claim, "gpu", target.GetGpu())
 	if err := s.welcome(conn); err != nil {

@@ -12,6 +12,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/engine"
 	"github.com/gpuctl/gpuctl/guest/handover"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
@@ -149,15 +150,15 @@ func FuzzRecord(f *testing.F) {
 func FuzzOffers(f *testing.F) {
 	dir := f.TempDir()
 	open := func() *Manager {
-		return &Manager{cfg: Config{Dir: dir}, offers: map[string]*gpuctlv1.OfferRequest{}}
+		return &Manager{cfg: Config{Dir: dir}, offers: engine.Offers{}}
 	}
 	m := open()
-	if err := m.changeOffers(func(all map[string]*gpuctlv1.OfferRequest) {
+	if err := m.changeOffers(func(all engine.Offers) {
 		all["t"] = &gpuctlv1.OfferRequest{Token: "t", Claim: "c", Target: &gpuctlv1.Target{Gpu: "small"}, Device: &gpuctlv1.VirtualDevice{Name: "d"}}
 	}); err != nil {
 		f.Fatal(err)
 	}
-	seed, err := os.ReadFile(filepath.Join(dir, offersName))
+	seed, err := os.ReadFile(filepath.Join(dir, engine.OffersName))
 	if err != nil {
 		f.Fatal(err)
 	}
@@ -165,7 +166,7 @@ func FuzzOffers(f *testing.F) {
 	f.Add([]byte(`[{}, {"token":"a","target":{}}]`))
 	f.Fuzz(func(t *testing.T, in []byte) {
 		m := open()
-		if err := os.WriteFile(filepath.Join(dir, offersName), in, 0o600); err != nil {
+		if err := os.WriteFile(filepath.Join(dir, engine.OffersName), in, 0o600); err != nil {
 			t.Fatal(err)
 		}
 		if m.loadOffers() != nil {

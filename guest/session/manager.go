@@ -4,7 +4,6 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/hex"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -17,7 +16,6 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
-	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
@@ -25,7 +23,6 @@ import (
 	"github.com/gpuctl/gpuctl/guest/engine"
 	"github.com/gpuctl/gpuctl/guest/opencl/compiled"
 	"github.com/gpuctl/gpuctl/guest/turn"
-	"github.com/gpuctl/gpuctl/internal/beneath"
 	"github.com/gpuctl/gpuctl/internal/news"
 	"github.com/gpuctl/gpuctl/internal/patience"
 	"github.com/gpuctl/gpuctl/internal/timeshare"
@@ -76,7 +73,7 @@ type Manager struct {
 	mu       sync.Mutex
 	sessions map[string]*session
 	creating int
-	offers   map[string]*gpuctlv1.OfferRequest
+	offers   engine.Offers
 }
 
 // New locks the run folder and takes over the sessions that it finds there.
@@ -107,7 +104,7 @@ func New(cfg Config) (*Manager, error) {
 	}
 	m := &Manager{
 		cfg: cfg, log: cfg.Logger, lock: lock, model: newModel(), loads: patience.New(leastLoad, mostLoad), die: engine.KillSelf,
-		sessions: map[string]*session{}, offers: map[string]*gpuctlv1.OfferRequest{},
+		sessions: map[string]*session{},
 	}
 	m.sharing = newSharing(m, share)
 	m.ctx, m.cancel = context.WithCancel(context.Background())
@@ -321,56 +318,25 @@ func (m *Manager) offer(o *gpuctlv1.OfferRequest) error {
 	if len(o.Owner) > maxOwner || o.Weight > maxWeight {
 		return connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("the owner's name is longer than %d bytes, or its weight more than %d", maxOwner, maxWeight))
 	}
-	return m.changeOffers(func(all map[string]*gpuctlv1.OfferRequest) { all[o.Token] = proto.CloneOf(o) })
+	return m.changeOffers(func(all engine.Offers) { all[o.Token] = proto.CloneOf(o) })
 }
 
 func (m *Manager) withdraw(token string) error {
-	return m.changeOffers(func(all map[string]*gpuctlv1.OfferRequest) { delete(all, token) })
+	return m.changeOffers(func(all engine.Offers) { delete(all, token) })
 }
 
-func (m *Manager) changeOffers(change func(map[string]*gpuctlv1.OfferRequest)) error {
+func (m *Manager) changeOffers(change func(engine.Offers)) (err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	change(m.offers)
-	list := make([]json.RawMessage, 0, len(m.offers))
-	for _, o := range m.offers {
-		list = append(list, marshal(o))
-	}
-	b, err := json.Marshal(list)
-	if err == nil {
-		err = beneath.Replace(m.cfg.Dir, offersName, b, 0o600)
-	}
-	if err != nil {
-		return fmt.Errorf("keep offers: %w", err)
-	}
-	return nil
+	m.offers, err = m.offers.Change(m.cfg.Dir, change)
+	return err
 }
 
-const (
-	offersName = "offers.json"
-	mostOffers = 64 << 20 // bytes
-)
+const mostOffers = 64 << 20 // bytes
 
-func (m *Manager) loadOffers() error {
-	b, err := beneath.ReadFile(m.cfg.Dir, offersName, mostOffers)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	if err != nil {
-		return fmt.Errorf("offers: %w", err)
-	}
-	var list []json.RawMessage
-	if err := json.Unmarshal(b, &list); err != nil {
-		return fmt.Errorf("%s: %w", filepath.Join(m.cfg.Dir, offersName), err)
-	}
-	for _, raw := range list {
-		o := &gpuctlv1.OfferRequest{}
-		if err := protojson.Unmarshal(raw, o); err != nil {
-			return fmt.Errorf("%s: %w", filepath.Join(m.cfg.Dir, offersName), err)
-		}
-		m.offers[o.Token] = o
-	}
-	return nil
+func (m *Manager) loadOffers() (err error) {
+	m.offers, err = engine.ReadOffers(m.cfg.Dir, mostOffers)
+	return err
 }
 
 func (m *Manager) offered(token string) (*gpuctlv1.OfferRequest, bool) {
