@@ -389,7 +389,8 @@ func (m *wiring) sweep(ctx context.Context, log *slog.Logger) {
 		if err := m.site.Stash.Sweep(m.records.Ended); err != nil {
 			log.Warn("GPU states of former migrations are left", "err", err)
 		}
-		for uuid, home := range m.records.Away(ctx) {
+		away, defined := m.records.Left(ctx)
+		for uuid, home := range away {
 			look, cancel := context.WithTimeout(ctx, sweepEvery)
 			cleared, err := m.site.Clear(look, uuid, home)
 			switch {
@@ -401,7 +402,7 @@ func (m *wiring) sweep(ctx context.Context, log *slog.Logger) {
 			}
 			cancel()
 		}
-		for _, r := range m.records.Remnants(ctx) {
+		for _, r := range defined {
 			look, cancel := context.WithTimeout(ctx, sweepEvery)
 			if _, err := m.site.Withdraw(look, r.UUID, r.Home, r.Token); err != nil {
 				log.Warn("a definition of a VM may be left", "machine", r.UUID, "home", r.Home, "err", err)

@@ -300,7 +300,8 @@ func TestAway(t *testing.T) {
 	put("clocks2", "h3", "h1", 102, done)
 	put("clocks2", "h1", "h3", 12, done)
 	m := New(Config{Node: records{host: "h1", store: state.New(), now: s}})
-	if d := cmp.Diff(map[string]string{"gone": "h2", "undone": "h2", "clocks2": "h3"}, m.Away(t.Context())); d != "" {
+	away, _ := m.Left(t.Context())
+	if d := cmp.Diff(map[string]string{"gone": "h2", "undone": "h2", "clocks2": "h3"}, away); d != "" {
 		t.Error(d)
 	}
 }
@@ -338,7 +339,8 @@ func TestRemnants(t *testing.T) {
 		}
 	}
 	got := map[string]string{}
-	for _, r := range New(Config{Node: records{host: "h1", store: state.New(), now: s}}).Remnants(t.Context()) {
+	_, defined := New(Config{Node: records{host: "h1", store: state.New(), now: s}}).Left(t.Context())
+	for _, r := range defined {
 		got[r.UUID] = r.Home
 		if r.Token == 0 {
 			t.Errorf("%v has no token", r)

@@ -93,20 +93,38 @@ func (rs Records) Ended(id string) (ended, known bool) {
 	return r != nil && over(r), r != nil
 }
 
-// Away returns the VMs, by UUID, that belong to another host after their last migration
-// has ended, and that host. This host should have nothing of them.
-func (rs Records) Away(ctx context.Context) map[string]string {
-	self, out := rs.log.HostName(), map[string]string{}
+// Remnant is a definition of a VM that a migration has left.
+type Remnant struct {
+	UUID, Home string // the VM, and the host to which it belongs
+	Token      uint64 // of the migration
+}
+
+// Left returns what the last migrations of VMs may have left on this host: away are the VMs, by UUID, that belong to
+// another host since one that took part here has ended, and that host. This host should have nothing of them.
+// defined are definitions that it could not be told to remove.
+func (rs Records) Left(ctx context.Context) (away map[string]string, defined []Remnant) {
+	self := rs.log.HostName()
+	away = map[string]string{}
 	for uuid, r := range rs.last(ctx) {
-		from, to := r.GetMachine().GetFromHost(), r.GetMachine().GetToHost()
-		switch {
-		case r.GetState() == clusterv1.MigrationState_MIGRATION_STATE_DONE && from == self && to != self:
-			out[uuid] = to
-		case r.GetState() == clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK && to == self && from != self:
-			out[uuid] = from
+		m, home := r.GetMachine(), ""
+		switch r.GetState() {
+		case clusterv1.MigrationState_MIGRATION_STATE_DONE:
+			home = m.GetToHost()
+		case clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK:
+			home = m.GetFromHost()
+		default:
+		}
+		if home == "" || home == self {
+			continue
+		}
+		if m.GetFromHost() == self || m.GetToHost() == self {
+			away[uuid] = home
+		}
+		if slices.Contains(m.GetDefinedOn(), self) {
+			defined = append(defined, Remnant{uuid, home, r.GetToken()})
 		}
 	}
-	return out
+	return away, defined
 }
 
 // last returns the last migration of each VM, by UUID, or one that is not over; none if what is
@@ -125,31 +143,6 @@ func (rs Records) last(ctx context.Context) map[string]*clusterv1.Migration {
 		}
 	}
 	return last
-}
-
-// Remnant is a definition of a VM that a migration has left.
-type Remnant struct {
-	UUID, Home string // the VM, and the host to which it belongs
-	Token      uint64 // of the migration
-}
-
-// Remnants returns the definitions that last migrations of VMs have left on this host.
-func (rs Records) Remnants(ctx context.Context) (out []Remnant) {
-	self := rs.log.HostName()
-	for uuid, r := range rs.last(ctx) {
-		home := ""
-		switch r.GetState() {
-		case clusterv1.MigrationState_MIGRATION_STATE_DONE:
-			home = r.GetMachine().GetToHost()
-		case clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK:
-			home = r.GetMachine().GetFromHost()
-		default:
-		}
-		if home != "" && home != self && slices.Contains(r.GetMachine().GetDefinedOn(), self) {
-			out = append(out, Remnant{uuid, home, r.GetToken()})
-		}
-	}
-	return out
 }
 
 // Moves reports whether a migration of a VM has not ended, or whether that is unknown now.

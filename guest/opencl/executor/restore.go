@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"runtime"
 	"slices"
-	"sort"
 	"strings"
 	"sync"
 
@@ -225,7 +224,7 @@ func (s *session) dropStale(g *graph) {
 			stale = append(stale, uint32(id))
 		}
 	}
-	sort.SliceStable(stale, func(i, j int) bool { return rank(object(stale[i])) < rank(object(stale[j])) })
+	slices.SortStableFunc(stale, func(a, b uint32) int { return cmp.Compare(rank(object(a)), rank(object(b))) })
 	for _, id := range stale {
 		if id <= wire.MaxID {
 			_ = s.release(id, 0)
