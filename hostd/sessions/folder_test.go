@@ -5,7 +5,6 @@ import (
 	"os"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 
 	"connectrpc.com/connect"
@@ -187,22 +186,13 @@ func TestTheNextHostdFindsASessionInItsFolder(t *testing.T) {
 	} {
 		t.Run(what, func(t *testing.T) {
 			f, id := newFolderFixture(t)
-			var mu sync.Mutex
-			var journal []byte // at the operation's last step
-			f.guest.Step = func(string, string) (err error) {
-				mu.Lock()
-				defer mu.Unlock()
-				journal, err = os.ReadFile(f.state)
-				return err
-			}
+			killed := f.killedAtLastStep(t)
 			f.toFolder(t, id, c.failAt)
 			f.halt()
 			if c.ends {
 				f.guest.End(id)
 			}
-			mu.Lock()
-			writeState(t, f.state, journal)
-			mu.Unlock()
+			killed()
 			f.start()
 			f.recordEnds(t, "suspend", id, c.want)
 			f.guest.End(id)

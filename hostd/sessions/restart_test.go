@@ -47,14 +47,7 @@ func TestTheNextHostdEndsRecords(t *testing.T) {
 			if c.verb == "resume" {
 				suspend("")
 			}
-			var mu sync.Mutex
-			var journal []byte // at the operation's last step
-			f.guest.Step = func(string, string) (err error) {
-				mu.Lock()
-				defer mu.Unlock()
-				journal, err = os.ReadFile(f.state)
-				return err
-			}
+			killed := f.killedAtLastStep(t)
 			switch c.verb {
 			case "migrate":
 				_, _ = f.swap(id, gpuctlv1.Verb_VERB_MIGRATE, "mid", c.failAt)
@@ -67,14 +60,29 @@ func TestTheNextHostdEndsRecords(t *testing.T) {
 			if c.ends {
 				f.guest.End(id)
 			}
-			mu.Lock()
-			if err := os.WriteFile(f.state, journal, 0o600); err != nil {
-				t.Fatal(err)
-			}
-			mu.Unlock()
+			killed()
 			f.start()
 			f.recordEnds(t, c.verb, id, c.want)
 		})
+	}
+}
+
+// killedAtLastStep keeps the journal of each step that gpuguest begins from now on. The returned function leaves what a
+// hostd leaves that was killed at the last one.
+func (f *fixture) killedAtLastStep(t *testing.T) (leave func()) {
+	var mu sync.Mutex
+	var journal []byte
+	f.guest.Step = func(string, string) (err error) {
+		mu.Lock()
+		defer mu.Unlock()
+		journal, err = os.ReadFile(f.state)
+		return err
+	}
+	return func() {
+		t.Helper()
+		mu.Lock()
+		defer mu.Unlock()
+		writeState(t, f.state, journal)
 	}
 }
 
