@@ -42,10 +42,13 @@ func TestThreeHosts(t *testing.T) {
 		}
 	}
 	for _, m := range ms {
-		s := m.member().store.Status()
-		if !s.GetJoined() || !s.GetQuorum() || s.GetMessage() != "" || s.GetStandalone() {
-			t.Errorf("%v", s)
-		}
+		testkit.Until(t, m.name+" has a leader", func() error {
+			s := m.member().store.Status()
+			if !s.GetJoined() || !s.GetQuorum() || s.GetMessage() != "" || s.GetStandalone() {
+				return fmt.Errorf("%v", s)
+			}
+			return nil
+		})
 		if err := m.view(ctx).Check(); err != nil {
 			t.Error(err)
 		}
