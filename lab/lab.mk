@@ -47,9 +47,10 @@ lab-mmio: build lab-program
 
 # A VM that computes gets a lower model, goes to the other host, gets a higher
 # one; then goes there and back while one thing after the other goes wrong.
-# Before, the way that states take which have no room in their VM.
+# Before, the way that states take which have no room in their VM. Once with
+# libvirt's lock manager on both.
 lab-migrate: build lab-program
-	GPUCTL_LAB=1 $(GO) test -count=1 -p 1 -timeout 3h -v -run '^Test(Vchan|Migrate(Away|Live|CUDA|Faults)?)$$' $(LAB_PKGS)
+	GPUCTL_LAB=1 $(GO) test -count=1 -p 1 -timeout 3h -v -run '^Test(Vchan|Migrate(Away|Live|Locked|CUDA|Faults)?)$$' $(LAB_PKGS)
 
 # Such a VM goes round while hostd is killed KILLS times.
 KILLS ?= 200

@@ -7,7 +7,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 export DEBIAN_FRONTEND=noninteractive LC_ALL=C
 
 base="ca-certificates systemd systemd-sysv udev dbus iproute2 kmod pciutils socat procps busybox-static cpio
-initramfs-tools openssh-server openssh-client iputils-ping zstd netcat-openbsd bridge-utils python3-minimal"
+initramfs-tools openssh-server openssh-client iputils-ping zstd netcat-openbsd bridge-utils python3-minimal nfs-kernel-server"
 xen="linux-image-amd64 xen-system-amd64 xen-utils-4.17 qemu-system-xen
 libvirt-daemon-system libvirt-daemon libvirt-daemon-driver-xen libvirt-clients"
 guest=linux-image-cloud-amd64 # small, but without a dom0's side of Xen
@@ -42,7 +42,7 @@ packages() {
 configure() {
 	cp -R --no-preserve=ownership "$here/root/." /
 	systemctl enable libvirtd.service libvirtd-tcp.socket lab-host.service ssh.service
-	systemctl disable libvirt-guests.service xendomains.service || true
+	systemctl disable libvirt-guests.service xendomains.service nfs-server.service nfs-client.target rpcbind.service rpcbind.socket || true
 	# What guests print is kept in /var/log/xen/console.
 	grep -q '^XENCONSOLED_ARGS=' /etc/default/xen || echo 'XENCONSOLED_ARGS="--log=guest"' >>/etc/default/xen
 	mkdir -p /var/log/xen/console

@@ -53,12 +53,13 @@ type traveller struct {
 	boot  string
 }
 
-func newTraveller(ctx context.Context, t *testing.T, l *lab.Lab, how labtest.Endure) *traveller {
+// newTraveller starts such a VM on the first host. devices are what its description has besides.
+func newTraveller(ctx context.Context, t *testing.T, l *lab.Lab, how labtest.Endure, devices ...string) *traveller {
 	t.Helper()
 	a, b := pair(ctx, t, l)
 	g, err := labtest.NewComputeGuest(ctx, l)
 	must(t, err)
-	g.Name = "web"
+	g.Name, g.Extra = "web", strings.Join(devices, "")
 	v := &traveller{t: t, hosts: []*host{a, b}, at: place{a, virtio}, guest: g}
 	t.Cleanup(v.tell)
 	must(t, g.Create(ctx, a.Host, virtio))
