@@ -164,6 +164,9 @@ func (m *Manager) adoptJob(ctx context.Context, c *machine, j *holders.Job, req 
 		Driver: c.Driver, Members: members, GPUs: gpusOf(c, members, nil), Generation: 1,
 	}
 	claim := claimOf(req, append([]int{j.Root.PID}, pids(members)...))
+	if by != nil { // who has the token may not use CUDA itself
+		claim = &gpuctlv1.AdoptClaim{Claim: by.GetClaim(), Target: by.GetTarget()}
+	}
 	checkOnly(&rs, claim.GetOnly(), j.Root, members)
 	if len(rs) > 0 {
 		return nil, rs, nil

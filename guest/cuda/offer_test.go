@@ -11,6 +11,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/cuda/ask"
 	"github.com/gpuctl/gpuctl/guest/engine"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // asked is a rig whose helpers wait before they tell the state of a process, and say that. Nobody
@@ -85,6 +86,28 @@ func TestNoSessionBeginsByAnOfferThatWasReplaced(t *testing.T) {
 	}
 	if s := a.m.list()[0]; s.snapshot().GetClaim() != "c-2" || targetOf(s.rec.Target).GetDriver()[0].GetUuid() != string(cardB) {
 		t.Errorf("the session is of %v", s.snapshot())
+	}
+	p.works()
+}
+
+// A job may begin with processes that only look at GPUs, one of which has the token. The session
+// has the offer's claim all the same: without it, its GPU would be somebody else's as well.
+func TestSessionHasItsOffersClaimIfWhoHasTheTokenUsesNoCUDA(t *testing.T) {
+	r := newRig(t)
+	if err := r.m.Offer(t.Context(), &gpuctlv1.OfferRequest{Token: "t0ken", Claim: "c-1", Target: targetTo(cardA)}); err != nil {
+		t.Fatal(err)
+	}
+	const (
+		watcher = `exec 3<"$1"; "$2" -c "$3" sh "$@"; :`
+		runner  = `exec 3<"$1"; ` + tokenName + `=t0ken; export ` + tokenName + `; "$2" -c "$4" sh "$@"; :`
+		holder  = `exec 3<"$1"; unset ` + tokenName + `; "$5"; :`
+	)
+	p := r.startProgram("/bin/sh", environment(r.dir), nil,
+		"-c", watcher, "sh", filepath.Join(r.cfg.Roots.Dev, "nvidiactl"), "/bin/sh", runner, holder, programs+"/cudaloop")
+	testkit.Until(t, "the job is a session", func() error { return testkit.Want(len(r.m.list()) == 1, r.log.String()) })
+	s := r.m.list()[0]
+	if got := s.snapshot(); got.GetClaim() != "c-1" || targetOf(s.rec.Target).GetDriver()[0].GetUuid() != string(cardA) {
+		t.Errorf("the session is of %v", got)
 	}
 	p.works()
 }

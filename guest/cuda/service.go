@@ -182,10 +182,7 @@ func (m *Manager) findOffered(ctx context.Context) error {
 			if o == nil {
 				continue
 			}
-			resp, err := m.adopt(ctx, &gpuctlv1.AdoptRequest{
-				Pid:    uint32(h.PID),
-				Claims: map[uint32]*gpuctlv1.AdoptClaim{uint32(h.PID): {Claim: o.GetClaim(), Target: o.GetTarget()}},
-			}, o)
+			resp, err := m.adopt(ctx, &gpuctlv1.AdoptRequest{Pid: uint32(h.PID)}, o)
 			if err != nil {
 				errs = append(errs, err)
 				break
