@@ -195,7 +195,8 @@ func cstring(b []byte) string {
 }
 
 // finishBuild reads the result of a build for the devices ds from the vendor, and records
-// it. A build for a device also counts for its sub-devices.
+// it. A build for a device also counts for its sub-devices. The program has its new content:
+// its options tell what to believe of its text.
 func (p *program) finishBuild(ds []*device, options string) {
 	for _, d := range p.devices {
 		b := &build{Options: options, Status: cl.BuildError}
@@ -359,11 +360,11 @@ func (s *session) buildProgram(c call, m *wire.BuildProgram) (outcome, error) {
 	return s.building(c, p, m.Callback, func() cl.Status {
 		return cl.BuildProgram(v, vendorIDs(ds), s.quirk.options(use))
 	}, func(st cl.Status) cl.Status {
-		p.finishBuild(ds, options)
 		if st == cl.Success {
 			p.content.Kind, p.content.Options = portable.Executable, use
 			p.content.Inputs, p.content.Headers = nil, nil
 		}
+		p.finishBuild(ds, options)
 		return st
 	}), nil
 }
@@ -407,13 +408,13 @@ func (s *session) compileProgram(c call, m *wire.CompileProgram) (outcome, error
 		return cl.CompileProgram(v, vendorIDs(ds), s.quirk.options(options), hs, hn)
 	}, func(st cl.Status) cl.Status {
 		releasePrograms(hs)
-		p.finishBuild(ds, options)
 		if st == cl.BuildProgramFailure { // some runtimes return this instead
 			st = cl.CompileProgramFailure
 		}
 		if st == cl.Success {
 			p.content = x
 		}
+		p.finishBuild(ds, options)
 		return st
 	}), nil
 }
@@ -589,32 +590,46 @@ func (s *session) specConstant(m *wire.SpecConstant) (outcome, error) {
 }
 
 // castsAway matches text that could remove const from a pointer to global memory: a cast to
-// a pointer type that names the address space, types that hide it, and unions. Macros need
-// no special case, because their text is searched, too.
-var castsAway = regexp.MustCompile(`\(\s*(?:volatile\s+|restrict\s+|unsigned\s+|struct\s+)*_{0,2}(?:global|generic)\b[^()]*\*|\(\s*\w+(?:\s+\w+)?\s+_{0,2}global\s*\*|typedef[^;]*\*|\bunion\b|#\s*include|\(\s*u?intptr_t\s*\)|\(\s*u?(?:long|size_t)\s*\)\s*\(?\s*[A-Za-z_]|atomic_|##`)
+// a pointer type that names the address space, types that hide it, and unions. A macro that
+// names the address space may be a part of a cast. Pragmas and system headers silence the
+// warning of the compiler that isExact looks for.
+var castsAway = regexp.MustCompile(strings.Join([]string{
+	`\(\s*(?:volatile\s+|restrict\s+|unsigned\s+|struct\s+)*_{0,2}(?:global|generic)\b[^()]*\*`,
+	`\(\s*\w+(?:\s+\w+){0,3}\s+_{0,2}global(?:\s+(?:const|volatile|restrict))*\s*\*`,
+	`typedef[^;]*\*`, `\bunion\b`, `typeof`, `astype`, `opencl_g`, `address_space`,
+	`#\s*include`, `#\s*define(?:\\\r?\n|.)*\b_{0,2}(?:global|generic)\b`, `_Pragma`, `#\s*pragma.*\b(?:diagnostic|system_header)\b`,
+	`\(\s*u?intptr_t\s*\)`, `\(\s*u?(?:long|size_t)\s*\)\s*\(?\s*[A-Za-z_]`, `atomic_`, `##`,
+}, "|"))
+
+// toPointer matches a cast to a pointer type. Where the generic address space exists, its name
+// need not be in the cast.
+var toPointer = regexp.MustCompile(`\(\s*(?:\w+\s+)*\w+\s*\*[\s*]*\)`)
 
 // exactConst reports whether a const on a kernel's pointer argument can be trusted, so that
 // a launch does not mark that buffer as written. C allows a cast that removes const. In
-// doubt, the answer is no.
+// doubt, the answer is no. Nobody has the log of the compiler for the inputs of a linked
+// program any more.
 func exactConst(x *portable.Program) bool {
-	if x.Kind == portable.IL || len(x.IL) > 0 {
+	if x.Kind == portable.IL || len(x.IL) > 0 || len(x.Inputs) > 0 {
 		return false
 	}
 	for _, o := range strings.Fields(x.Options) {
-		if o == "-w" || strings.Contains(o, "*") {
+		if o == "-w" || strings.HasPrefix(o, "-Wno") || strings.Contains(o, "*") || strings.Contains(o, "global") || strings.Contains(o, "CLC++") {
 			return false
 		}
 	}
 	if castsAway.Match(x.Source) {
 		return false
 	}
-	for i := range x.Headers {
-		if !exactConst(&x.Headers[i].Program) {
-			return false
+	if strings.Contains(x.Options, "-cl-std=CL2") || strings.Contains(x.Options, "-cl-std=CL3") {
+		for _, to := range toPointer.FindAll(x.Source, -1) {
+			if !bytes.Contains(to, []byte("const")) {
+				return false
+			}
 		}
 	}
-	for i := range x.Inputs {
-		if !exactConst(&x.Inputs[i]) {
+	for i := range x.Headers {
+		if !exactConst(&x.Headers[i].Program) {
 			return false
 		}
 	}

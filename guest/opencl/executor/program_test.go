@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/portable"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
@@ -565,5 +566,22 @@ func TestKeptProgramsAreBounded(t *testing.T) {
 	}
 	if err := c.put(programKey{}, &builtProgram{Binaries: [][]byte{make([]byte, maxEntry)}}); err == nil {
 		t.Error("an entry as large as that is kept")
+	}
+}
+
+// Where pointers have a generic address space, a cast that removes const need not name one.
+func TestConstIsNotBelievedWhereACastNeedNotNameTheAddressSpace(t *testing.T) {
+	const reads, writes = "kernel void f(const global uint *a) { vload4(0, (const uint *)a); }", "kernel void f(const global uint *a) { *(uint *)a = 7; }"
+	for _, x := range []struct {
+		source, options string
+		want            bool
+	}{
+		{reads, "-cl-std=CL3.0", true}, {writes, "-cl-std=CL3.0", false}, {writes, "-cl-std=CL2.0", false},
+		{writes, "-cl-std=CL1.2", true}, // no compiler takes it
+		{reads, "-cl-std=CLC++2021", false},
+	} {
+		if got := exactConst(&portable.Program{Source: []byte(x.source), Options: x.options}); got != x.want {
+			t.Errorf("%s with %s: %v", x.source, x.options, got)
+		}
 	}
 }

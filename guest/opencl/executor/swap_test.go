@@ -563,3 +563,65 @@ func TestAFreezeGivenUpAtItsEndLetsTheApplicationGoOn(t *testing.T) {
 		t.Fatal(err)
 	}
 }
+
+// What a kernel writes while its session is moved arrives, also if the kernel gets round the const
+// of its argument: where that is possible, const is not believed.
+func TestWritesThroughAConstArgumentArriveInASwap(t *testing.T) {
+	const put = "[get_global_id(0)] = 7; }"
+	for _, x := range []struct {
+		name, source, options string
+		link                  bool
+	}{
+		{name: "warning", source: "kernel void f(const global uint *a) { global uint *b = a; b" + put},
+		{name: "no warnings wanted", source: "kernel void f(const global uint *a) { global uint *b = a; b" + put, options: "-w"},
+		{name: "warning before the link", source: "kernel void f(const global uint *a) { global uint *b = a; b" + put, link: true},
+		{name: "address space in a macro", source: "#define GLOBAL \\\n __global\nkernel void f(const GLOBAL uint *a) { ((GLOBAL uint *)a)" + put},
+		{name: "type in a macro", source: "#define P __global uint *\nkernel void f(const global uint *a) { ((P)a)" + put},
+		{name: "address space in an option", source: "kernel void f(const GLOBAL uint *a) { ((GLOBAL uint *)a)" + put, options: "-DGLOBAL=__global"},
+		{name: "type of another pointer", source: "kernel void f(const global uint *a) { uint n = 0; global uint *b = 0; b = (__typeof__(b))a; b" + put},
+		{name: "qualifier behind the address space", source: "kernel void f(const global uint *a) { ((uint global volatile *)a)" + put},
+		{name: "silenced warning", source: "#pragma clang diagnostic ignored \"-Wincompatible-pointer-types-discards-qualifiers\"\n" +
+			"kernel void f(const global uint *a) { global uint *b = a; b" + put},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			c := newClient(t)
+			from, to := c.executor(1), c.executor(2)
+			from.unified, to.unified = false, false
+			from.activate()
+			ctx, q, _ := c.setup(0)
+			p, k := c.program(ctx, x.source), c.id()
+			if x.link {
+				object := p
+				p = c.id()
+				c.call(&wire.CompileProgram{Program: object, Options: []byte(x.options)})
+				c.call(&wire.LinkProgram{ID: p, Context: ctx, Inputs: []uint32{object}})
+			} else {
+				c.call(&wire.BuildProgram{Program: p, Options: []byte(x.options)})
+			}
+			c.call(&wire.CreateKernel{ID: k, Program: p, Name: []byte("f")})
+			b := c.buffer(ctx, 4096)
+			c.fill(q, b, 4096, 1)
+			c.call(&wire.Finish{Queue: q})
+			sock := filepath.Join(t.TempDir(), "i")
+			l, err := net.Listen("unix", sock)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer l.Close()
+			go to.serveImports(l)
+			if err := move(t.Context(), from, to, sock, false); err != nil {
+				t.Fatal(err)
+			}
+			c.call(&wire.SetArg{Kernel: k, Index: 0, Kind: wire.ArgMem, Object: b, Size: 8})
+			c.call(&wire.Ndrange{Queue: q, Kernel: k, Dims: 1, Glob0: 1024})
+			if _, err := from.freeze(t.Context(), 10*time.Second); err != nil {
+				t.Fatal(err)
+			}
+			if err := move(t.Context(), from, to, sock, true); err != nil {
+				t.Fatal(err)
+			}
+			takeOver(from, to)
+			equal(t, c.read(q, b, 4096), 7)
+		})
+	}
+}
