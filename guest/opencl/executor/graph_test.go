@@ -6,6 +6,7 @@ import (
 	"errors"
 	"testing"
 
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
@@ -172,5 +173,24 @@ func TestASubDeviceOfAGraphWithoutPropertiesIsRefused(t *testing.T) {
 	defer to.mu.Unlock()
 	if err := to.restore(g, noProgress); !errors.Is(err, ErrRefused) {
 		t.Errorf("it is made: %v", err)
+	}
+}
+
+// An image in a buffer may have rows that lie apart. All of the buffer that it reaches is written
+// when it is.
+func TestImageInABufferMarksTheBufferToItsLastRow(t *testing.T) {
+	buffer := &mem{kind: memBuffer, size: 4 * dirtyChunk}
+	image := &mem{
+		kind: memImage, parent: buffer, elem: 4,
+		desc: cl.ImageDesc{Type: cl.MemObjectImage2d, Width: 1024, Height: 4 * dirtyChunk / 16384, RowPitch: 16384},
+	}
+	image.size = image.content()
+	buffer.initDirty()
+	clear(buffer.dirty)
+	image.touch(0, image.size)
+	for i, written := range buffer.dirty {
+		if !written {
+			t.Errorf("the image's rows in chunk %d of the buffer would not be copied", i)
+		}
 	}
 }

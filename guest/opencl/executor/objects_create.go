@@ -399,8 +399,8 @@ func (m *mem) touch(off, n uint64) {
 	if n == 0 {
 		return
 	}
-	if m.kind == memImage {
-		off, n = 0, min(m.size, r.size-base)
+	if m.kind == memImage { // in a buffer, its rows may lie apart
+		off, n = 0, min(m.shadowSize(), r.size-base)
 	}
 	first, last := (base+off)/dirtyChunk, (base+off+n-1)/dirtyChunk
 	if r.kind == memImage {
