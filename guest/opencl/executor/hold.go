@@ -268,9 +268,11 @@ func (s *session) unpin(p *parkedCall) {
 	p.pins, p.drops = nil, nil
 }
 
-// advance runs each parked call that need not wait any more, in the order of the calls.
+// advance runs each parked call that need not wait any more, in the order of the calls. When
+// the gate is closed, it runs none: a freeze waits for what was launched before. Who opens the
+// gate calls it.
 func (s *session) advance() {
-	if s.redo != nil || s.frozen {
+	if s.redo != nil || s.frozen || s.gate.Load() {
 		return
 	}
 	defer s.askTurns()

@@ -334,3 +334,52 @@ func TestArbiterThatMakesNoSenseIsNotListenedTo(t *testing.T) {
 	}
 	equal(t, c.read(q, b, 4096), 6)
 }
+
+// A session that is being frozen launches nothing any more, also when it gets the GPU for itself
+// meanwhile: what it would launch is in no graph, and would still run when the contents are read.
+func TestSessionThatIsSetFreeDuringAFreezeLaunchesNothing(t *testing.T) {
+	d := newDesk(t)
+	c := newClient(t)
+	a := c.executor(1)
+	a.activate()
+	ctx, q, k := c.setup(0)
+	b := c.buffer(ctx, 4096)
+	c.fill(q, b, 4096, 1)
+	c.call(&wire.Finish{Queue: q})
+	seat := d.seats(a, "a")
+	d.another()
+	d.waiting(seat, "it takes turns", isShared)
+	d.takes()
+	c.launch(q, k, b, 10, 1024, 0)
+	e := c.id()
+	c.launch(q, k, b, 100, 1024, e)
+	if n := eventStatus(c, e); n != cl.Queued {
+		t.Fatalf("the command that waits is %d", n)
+	}
+	a.cbMu.Lock()
+	a.cbPushing = true // the freeze waits at its end
+	a.cbMu.Unlock()
+	frozen := make(chan error, 1)
+	go func() {
+		_, err := a.freeze(t.Context(), 10*time.Second)
+		frozen <- err
+	}()
+	testkit.Until(t, "the gate is closed", func() error { return testkit.Want(a.gate.Load(), "open") })
+	d.other.Close()
+	testkit.Until(t, "it has the GPU for itself", func() error { return testkit.Want(!a.sharing.Load(), "shared") })
+	a.cbMu.Lock()
+	a.cbPushing = false
+	a.cbMu.Unlock()
+	if err := <-frozen; err != nil {
+		t.Fatal(err)
+	}
+	a.mu.Lock()
+	left := len(a.parked)
+	a.mu.Unlock()
+	if left != 2 {
+		t.Errorf("%d commands are parked in the frozen session, not 2", left)
+	}
+	a.thaw()
+	c.call(&wire.Finish{Queue: q})
+	equal(t, c.read(q, b, 4096), 111)
+}
