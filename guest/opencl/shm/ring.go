@@ -252,12 +252,13 @@ func (q *Ring) StartLane(n int, l Lane) {
 	if l.Direct {
 		state = wire.LaneDirect
 	}
+	// The run first: who finds the same run behind the other words has read none of a later one.
+	q.r.Store32(o+wire.LaneRun, q.r.Load32(o+wire.LaneRun)+1)
 	q.r.Store32(o+wire.LaneWord, l.Word)
 	q.r.Store64(o+wire.LaneFrom, l.From)
 	q.r.Store64(o+wire.LaneDirectAt, l.At)
 	q.r.Store32(o+wire.LaneDone, 0)
 	q.r.Store32(o+wire.LaneLimit, l.Limit)
-	q.r.Store32(o+wire.LaneRun, q.r.Load32(o+wire.LaneRun)+1)
 	q.r.Store32(o+wire.LaneState, state)
 }
 

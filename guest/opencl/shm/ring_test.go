@@ -367,6 +367,35 @@ func TestReplyLimits(t *testing.T) {
 	}
 }
 
+// A client that finds the same run before and after it has read a lane's other words has read that
+// run's. So whoever sees a word of a run sees the run's number, too.
+func TestLaneHasTheNumberOfARunBeforeItsOtherWords(t *testing.T) {
+	q, c := newRing(t)
+	const runs = 500000
+	o := lane(1)
+	over := make(chan struct{})
+	go func() {
+		defer close(over)
+		for i := uint32(1); i <= runs; i++ {
+			q.StartLane(1, Lane{Word: i, From: uint64(i), At: uint64(i), Limit: i})
+			q.EndLane(1, wire.LaneFree)
+		}
+	}()
+	for {
+		select {
+		case <-over:
+			return
+		default:
+		}
+		seen := max(uint64(c.r.Load32(o+wire.LaneWord)), uint64(c.r.Load32(o+wire.LaneLimit)), c.r.Load64(o+wire.LaneFrom), c.r.Load64(o+wire.LaneDirectAt))
+		if run := c.r.Load32(o + wire.LaneRun); uint64(run) < seen {
+			t.Errorf("the lane has words of run %d while it is run %d", seen, run)
+			<-over
+			return
+		}
+	}
+}
+
 func TestLaneCounters(t *testing.T) {
 	q, c := newRing(t)
 	const chunks = 200
