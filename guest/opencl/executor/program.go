@@ -461,6 +461,7 @@ func (s *session) linkProgram(c call, m *wire.LinkProgram) (outcome, error) {
 		p.built[d.id] = &build{Status: cl.BuildInProgress, Options: options}
 	}
 	var v cl.Program
+	told := m.Callback != 0 // a callback tells of the end
 	return s.building(c, p, m.Callback, func() (st cl.Status) {
 		v, st = ctx.link(p.devices, options, in, s.quirk.options)
 		return st
@@ -471,9 +472,9 @@ func (s *session) linkProgram(c call, m *wire.LinkProgram) (outcome, error) {
 			p.finishBuild(p.devices, options)
 			return st
 		}
-		if st == cl.LinkProgramFailure {
+		if st == cl.LinkProgramFailure || told {
 			// This vendor returns no program. The application must get one, because it
-			// reads the log from it.
+			// reads the log from it, or has it already.
 			p.vendor, _ = cl.CreateProgramWithSource(ctx.vendor, []byte(" "))
 			for _, d := range p.devices {
 				p.built[d.id] = &build{Status: cl.BuildError, Options: options, Log: "link failed"}

@@ -585,3 +585,25 @@ func TestConstIsNotBelievedWhereACastNeedNotNameTheAddressSpace(t *testing.T) {
 		}
 	}
 }
+
+// An application that is told of a link's end by a callback has the program already. It can read its
+// state and release it, also if the runtime makes no program.
+func TestProgramWhoseLinkIsToldByACallbackLivesUntilItIsReleased(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	object, linked := c.program(ctx, addSource), c.id()
+	c.call(&wire.CompileProgram{Program: object})
+	c.call(&wire.LinkProgram{ID: linked, Context: ctx, Inputs: []uint32{object}, Options: []byte("-no-such-option"), Callback: 5})
+	testkit.Until(t, "the callback has come", func() error {
+		n := c.ring.Load32(wire.HdrCbTail)
+		return testkit.Want(n == 1, n)
+	})
+	if st, b := c.answer(c.start(&wire.BuildInfo{Program: linked, Device: 1, Param: cl.ProgramBuildStatus})); st != cl.Success || int32(cl.Uint32(b)) != cl.BuildError {
+		t.Errorf("its status: %v, %v", st, b)
+	}
+	c.post(&wire.Release{ID: linked})
+	finish := c.start(&wire.Finish{Queue: q})
+	testkit.Until(t, "the session goes on", func() error { return testkit.Want(c.answered(finish), c.ring.Load32(wire.HdrState)) })
+}
