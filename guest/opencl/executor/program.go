@@ -475,7 +475,7 @@ func (s *session) linkProgram(c call, m *wire.LinkProgram) (outcome, error) {
 		if st == cl.LinkProgramFailure || told {
 			// This vendor returns no program. The application must get one, because it
 			// reads the log from it, or has it already.
-			p.vendor, _ = cl.CreateProgramWithSource(ctx.vendor, []byte(" "))
+			p.hollow()
 			for _, d := range p.devices {
 				p.built[d.id] = &build{Status: cl.BuildError, Options: options, Log: "link failed"}
 			}
@@ -487,6 +487,13 @@ func (s *session) linkProgram(c call, m *wire.LinkProgram) (outcome, error) {
 		}
 		return st
 	}), nil
+}
+
+// hollow creates the vendor's program of one whose link has failed: there is nothing in it, and
+// nobody can link it again.
+func (p *program) hollow() (st cl.Status) {
+	p.vendor, st = cl.CreateProgramWithSource(p.ctx.vendor, []byte(" "))
+	return st
 }
 
 // container returns the portable form of the program that is built for d; nil if there is

@@ -607,3 +607,31 @@ func TestProgramWhoseLinkIsToldByACallbackLivesUntilItIsReleased(t *testing.T) {
 	finish := c.start(&wire.Finish{Queue: q})
 	testkit.Until(t, "the session goes on", func() error { return testkit.Want(c.answered(finish), c.ring.Load32(wire.HdrState)) })
 }
+
+// A program whose link has failed is kept by many an application. It does not keep the session from
+// going to another device.
+func TestSessionWithAProgramThatDidNotLinkIsMoved(t *testing.T) {
+	c := newClient(t)
+	from, to := c.executor(1), c.executor(2)
+	from.activate()
+	ctx, q, k := c.setup(0)
+	b := c.buffer(ctx, 4096)
+	c.fill(q, b, 4096, 1)
+	object, linked := c.program(ctx, "uint g(uint); kernel void f(global uint *a) { a[0] = g(a[0]); }"), c.id()
+	c.call(&wire.CompileProgram{Program: object})
+	if st, _ := c.answer(c.start(&wire.LinkProgram{ID: linked, Context: ctx, Inputs: []uint32{object}})); st != cl.LinkProgramFailure {
+		t.Fatal(st)
+	}
+	ask := func() string {
+		return string(c.call(&wire.BuildInfo{Program: linked, Device: 1, Param: cl.ProgramBuildStatus})) +
+			string(c.call(&wire.BuildInfo{Program: linked, Device: 1, Param: cl.ProgramBuildLog}))
+	}
+	before := ask()
+	c.swap(from, to)
+	if got := ask(); got != before {
+		t.Errorf("status and log are %q, and were %q", got, before)
+	}
+	c.post(&wire.Release{ID: linked})
+	c.launch(q, k, b, 1, 1024, 0)
+	equal(t, c.read(q, b, 4096), 2)
+}

@@ -486,16 +486,21 @@ func (s *session) restorePrograms(gs []gProgram, report progress) error {
 // remake creates a program in the state that it had. What the application has read about
 // its builds does not change.
 func (s *session) remake(p *program, g *gProgram) error {
-	ok := false
+	ok, failed := false, false
 	for id, b := range g.Built {
 		x := b
 		p.built[id] = &x
 		ok = ok || b.Status == cl.BuildSuccess
+		failed = failed || b.Status == cl.BuildError
 	}
 	if ok && s.recall(p, g.Serial) {
 		return nil
 	}
-	if st := s.makeProgram(p); st != cl.Success {
+	again := s.makeProgram
+	if !ok && failed && len(p.content.Inputs) > 0 {
+		again = (*program).hollow
+	}
+	if st := again(p); st != cl.Success {
 		return fmt.Errorf("program %d: %w: %w", p.id, st, ErrRefused)
 	}
 	if !ok || p.content.Kind != portable.Executable {
