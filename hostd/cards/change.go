@@ -12,6 +12,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/internal/random"
 	"github.com/gpuctl/gpuctl/internal/vm"
+	"github.com/gpuctl/gpuctl/passthrough/bind"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
@@ -75,6 +76,15 @@ func (c *change) reset(ctx context.Context) error {
 	}
 	return c.step(ctx, stepReset, func(ctx context.Context) error {
 		card, err := c.rescan()
+		if err == nil && !c.k.taken(card) {
+			// Its own driver has it: the host was restarted, or libvirt has returned it. A
+			// reset would hit whoever uses it there.
+			if err := c.k.Binder.Take(ctx, c.assignment.Functions, c.k.Hypervisor.Driver()); err != nil && !errors.Is(err, bind.ErrDead) {
+				c.assignment.Message = "it is not reset, as its own driver has it: " + err.Error()
+				return errors.Join(fmt.Errorf("it is not reset, as its own driver has it: %w", err), c.k.put(c.assignment))
+			}
+			card, err = c.rescan()
+		}
 		if err == nil {
 			var method string
 			method, err = c.k.Resetter.Reset(ctx, card)

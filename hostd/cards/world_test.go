@@ -55,7 +55,9 @@ type world struct {
 	again          map[pci.Address]string // to their VM, and unseen or inUse there
 	libvirtDies    string                 // in the next detach: early or late
 	resetFail      map[pci.Address]error
-	pending        bool // migrations have not ended
+	takeFail       error                                  // of every function
+	resets         func(ctx context.Context, c *pci.Card) // called when a reset begins; nil: nothing
+	pending        bool                                   // migrations have not ended
 	events         []string
 	now            time.Time
 
@@ -206,6 +208,9 @@ func (w *world) call(do func() error) error {
 
 func (w *world) Take(_ context.Context, functions []pci.Address, driver string) error {
 	return w.call(func() error {
+		if w.takeFail != nil {
+			return w.takeFail
+		}
 		for _, f := range functions {
 			if w.owner[f] != "" {
 				w.t.Errorf("%s was bound anew while VM %s has it", f, w.owner[f])
@@ -240,11 +245,17 @@ func (w *world) bind(f pci.Address, driver string) {
 	}
 }
 
-func (w *world) Reset(_ context.Context, card *pci.Card) (string, error) {
+func (w *world) Reset(ctx context.Context, card *pci.Card) (string, error) {
+	if w.resets != nil {
+		w.resets(ctx, card)
+	}
 	err := w.call(func() error {
 		for _, f := range card.Functions {
 			if w.owner[f.Address] != "" {
 				w.t.Errorf("%s was reset while VM %s has it", f.Address, w.owner[f.Address])
+			}
+			if w.driver[f.Address] != w.Driver() {
+				w.t.Errorf("%s was reset while %q, which is not the hypervisor's driver, has it", f.Address, w.driver[f.Address])
 			}
 		}
 		if err := w.resetFail[card.Address]; err != nil {
