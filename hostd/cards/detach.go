@@ -209,7 +209,9 @@ func (k *Keeper) Reset(ctx context.Context, r *gpuctlv1.ResetRequest, report Rep
 		planned(stepReturn, "bind its functions to the drivers that they had", ""),
 	}
 	var reasons []*gpuctlv1.Reason
-	if h := k.assignmentOf(card.Address); h != nil && h.Phase != quarantined {
+	if h := k.assignmentOf(card.Address); h != nil && h.Phase == quarantined {
+		steps = steps[1:] // the reset takes it
+	} else if h != nil {
 		reasons = append(reasons, why("owned", "%s belongs to VM %s (%s)", name, h.vm(), h.Phase))
 	}
 	reasons = append(reasons, k.againstWhole(card, name)...)
@@ -230,25 +232,46 @@ func (k *Keeper) Reset(ctx context.Context, r *gpuctlv1.ResetRequest, report Rep
 			return refusal("reset "+name, reasons) // the card has changed meanwhile
 		}
 		c := &change{k: k, card: card, steps: steps, report: report, assignment: cardAssignment{Card: card.Address, Functions: addresses(card), GPU: name}}
-		if h := k.assignmentOf(card.Address); h == nil {
-			// A claim of its own keeps the cluster from assigning the card during the
-			// reset.
-			claim, _, err := k.obtain(ctx, vm.VM{Name: "(reset)"}, []string{name}, "", 0)
-			if err != nil {
-				return err
-			}
-			c.assignment.Claim = claim
-			defer k.dropClaim(claim)
-		} else {
-			c.assignment.Message = ""
+		switch h := k.assignmentOf(card.Address); {
+		case h == nil:
+			err = k.resetFree(ctx, c, name)
+		case h.Phase == quarantined:
+			c.assignment = *h
+			c.assignment.Functions = addresses(card)
+			err = c.resetQuarantined(ctx)
+		default:
+			err = fmt.Errorf("%w: VM %s has got it meanwhile", ErrBusy, h.vm())
 		}
-		if err := c.take(ctx); err != nil {
-			return fmt.Errorf("reset %s: %w", name, c.rollBack(ctx, err))
-		}
-		if err := c.giveBack(ctx); err != nil {
+		if err != nil {
 			return fmt.Errorf("reset %s: %w", name, err)
 		}
 		report(k.last(c))
 		return nil
 	})
+}
+
+func (k *Keeper) resetFree(ctx context.Context, c *change, name string) error {
+	// A claim of its own keeps the cluster from assigning the card during the reset.
+	claim, _, err := k.obtain(ctx, vm.VM{Name: "(reset)"}, []string{name}, "", 0)
+	if err != nil {
+		return err
+	}
+	defer k.dropClaim(claim)
+	c.assignment.Claim = claim
+	if err := c.take(ctx); err != nil {
+		return c.rollBack(ctx, err)
+	}
+	return c.giveBack(ctx)
+}
+
+// resetQuarantined tries to bring back what is in quarantine. It stays there until a reset
+// has succeeded: neither an end of hostd nor a card that can't be taken makes it free.
+func (c *change) resetQuarantined(ctx context.Context) error {
+	why := c.assignment.Message
+	err := c.giveBack(ctx)
+	if err != nil && c.assignment.Phase == resetting {
+		c.assignment.Message = why
+		err = errors.Join(err, c.enter(quarantined))
+	}
+	return err
 }

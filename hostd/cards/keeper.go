@@ -326,7 +326,7 @@ func (k *Keeper) Annotate(gpus []*clusterv1.GPU) {
 			continue
 		}
 		g.Name = h.GPU
-		if h.Phase == quarantined {
+		if h.Phase == quarantined || h.Phase == resetting && h.Claim == "" { // no claim keeps others away from it
 			g.Health, g.HealthReason = clusterv1.Health_HEALTH_FAILED, "quarantined: "+h.Message
 		} else if h.Message != "" && g.GetHealth() < clusterv1.Health_HEALTH_FAILED {
 			g.Health, g.HealthReason = clusterv1.Health_HEALTH_DEGRADED, h.Message

@@ -1,11 +1,36 @@
 package cards
 
 import (
+	"context"
 	"errors"
 	"strings"
 	"testing"
 	"time"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+	"github.com/gpuctl/gpuctl/passthrough/vgpu"
 )
+
+func (w *world) reset(gpu string) error {
+	return w.keeper.Reset(w.t.Context(), &gpuctlv1.ResetRequest{Gpu: gpu}, quiet)
+}
+
+// quarantinedCard returns a world in which no reset has brought back nvidia-0 after a VM
+// had it.
+func quarantinedCard(t *testing.T) *world {
+	t.Helper()
+	w := newWorld(t)
+	if err := w.attach("one", "nvidia-0", false); err != nil {
+		t.Fatal(err)
+	}
+	w.resetFail[card4[0]] = errors.New("it does not answer")
+	if err := w.detach("one", ""); !errors.Is(err, errQuarantined) {
+		t.Fatal(err)
+	}
+	return w
+}
 
 // After a restart of the host, the card's own driver has it, and perhaps a program.
 func TestCardThatItsOwnDriverHasIsTakenBeforeItsReset(t *testing.T) {
@@ -50,4 +75,67 @@ func TestCardOfAVMThatTheHostStartsIsTakenAgain(t *testing.T) {
 	}
 	w.run(uuid1, card4...)
 	w.settled()
+}
+
+// A reset that can't even begin, as a program of the host uses the card, says nothing about
+// the card.
+func TestCardStaysInQuarantineIfItCannotBeTakenForItsReset(t *testing.T) {
+	w := quarantinedCard(t)
+	for _, f := range card4 { // the host was restarted
+		w.bind(f, w.native[f])
+	}
+	w.takeFail = errors.New("in use by Xorg")
+	w.resets = func(context.Context, *pci.Card) { t.Error("it was reset under its own driver") }
+	if err := w.reset("nvidia-0"); !errors.Is(err, w.takeFail) {
+		t.Errorf("%v", err)
+	}
+	w.settled()
+	if a := w.keeper.assignments[card4[0]]; a == nil || a.Phase != quarantined || a.Message != "it does not answer" {
+		t.Errorf("%+v", a)
+	}
+	s := newSliced(t, vgpu.SRIOV, 0)
+	if err := s.attachSlice("one", slicedGPU, "vf"); err != nil {
+		t.Fatal(err)
+	}
+	s.resetFail[vf(0)] = errors.New("it does not answer")
+	if err := s.detach("one", ""); !errors.Is(err, errQuarantined) {
+		t.Fatal(err)
+	}
+	s.bind(vf(0), "nvidia")
+	s.takeFail = errors.New("in use by a program")
+	if err := s.reset(vf(0).String()); !errors.Is(err, s.takeFail) {
+		t.Errorf("%v", err)
+	}
+	s.settled()
+	if a := s.keeper.sliceAt(vf(0)); a == nil || a.Phase != quarantined {
+		t.Errorf("%+v", a)
+	}
+}
+
+// Neither does one in which hostd ends.
+func TestQuarantineOutlivesAResetInWhichHostdEnds(t *testing.T) {
+	for _, after := range []bool{false, true} {
+		for n := 1; ; n++ {
+			w := quarantinedCard(t)
+			w.resets = func(context.Context, *pci.Card) {
+				gpus, _ := w.gpus(t.Context())
+				if w.keeper.Annotate(gpus); gpus[0].GetHealth() != clusterv1.Health_HEALTH_FAILED {
+					t.Errorf("anybody can get it while it is reset: %v", gpus[0])
+				}
+			}
+			w.calls, w.crashAt, w.after = 0, n, after
+			_ = w.reset("nvidia-0")
+			w.keeper.work.Wait()
+			ended := w.crashed
+			w.restart()
+			_ = w.keeper.Reconcile(t.Context()) // it may say that the reset has failed again
+			w.settled()
+			if a := w.keeper.assignments[card4[0]]; a == nil || a.Phase != quarantined {
+				t.Fatalf("ended at call %d (effect: %v): %+v", n, after, a)
+			}
+			if !ended {
+				break
+			}
+		}
+	}
 }

@@ -734,7 +734,6 @@ func (k *Keeper) adoptSlices(ctx context.Context, card *pci.Card, owners map[pci
 // resetSlice resets a quarantined virtual function.
 func (k *Keeper) resetSlice(ctx context.Context, a *cardAssignment, plan bool, report Report) error {
 	steps := []*gpuctlv1.PlannedStep{
-		planned(stepTake, "bind it to "+k.Hypervisor.Driver(), "it goes back to its driver"),
 		planned(stepReset, "reset it and read it back", ""),
 		planned(stepReturn, "bind it to the driver that it had", ""),
 	}
@@ -759,11 +758,7 @@ func (k *Keeper) resetSlice(ctx context.Context, a *cardAssignment, plan bool, r
 			return fmt.Errorf("reset %s: %w: it has changed meanwhile", a.label(), ErrBusy)
 		}
 		c := &change{k: k, steps: steps, report: report, assignment: *a}
-		c.assignment.Message = ""
-		if err := c.take(ctx); err != nil {
-			return fmt.Errorf("reset %s: %w", a.label(), c.rollBack(ctx, err))
-		}
-		if err := c.giveBack(ctx); err != nil {
+		if err := c.resetQuarantined(ctx); err != nil {
 			return fmt.Errorf("reset %s: %w", a.label(), err)
 		}
 		report(&gpuctlv1.DeviceUpdate{Gpu: a.label(), Done: true, Steps: uint32(len(steps)), StepIndex: uint32(c.at)})
