@@ -33,23 +33,18 @@ func (k *Keeper) Reconcile(ctx context.Context) error {
 		all = append(all, *h)
 	}
 	k.mu.Unlock()
-	var mediated map[string]vm.VM
 	if slices.ContainsFunc(all, func(h cardAssignment) bool { return h.mediated() }) {
 		if k.Mediated == nil {
 			return errors.New("the record has mediated devices, and this hypervisor has none")
 		}
-		if mediated, err = k.Mediated.Owners(ctx); err != nil {
+		if _, err := k.Mediated.Owners(ctx); err != nil {
 			return fmt.Errorf("who has which mediated device is not known: %w", err)
 		}
 	}
 	slices.SortFunc(all, func(a, b cardAssignment) int { return a.Card.Compare(b.Card) })
 	var errs []error
 	for i := range all {
-		owners := owners
-		if all[i].mediated() {
-			owners = all[i].view(mediated)
-		}
-		if err := k.reconcileCard(ctx, &all[i], owners); err != nil && !errors.Is(err, ErrBusy) {
+		if err := k.reconcileCard(ctx, &all[i]); err != nil && !errors.Is(err, ErrBusy) {
 			errs = append(errs, err)
 		}
 	}
@@ -67,7 +62,7 @@ func (k *Keeper) Reconcile(ctx context.Context) error {
 }
 
 // reconcileCard makes one assignment and the real state agree.
-func (k *Keeper) reconcileCard(ctx context.Context, a *cardAssignment, owners map[pci.Address]vm.VM) error {
+func (k *Keeper) reconcileCard(ctx context.Context, a *cardAssignment) error {
 	end, err := k.lockCard(a.Card, "a look after it")
 	if err != nil {
 		return err
@@ -75,6 +70,11 @@ func (k *Keeper) reconcileCard(ctx context.Context, a *cardAssignment, owners ma
 	defer end()
 	if now := k.current(a); now == nil || now.rev != a.rev {
 		return nil // it was changed after it was copied
+	}
+	// Resets of other cards may have taken minutes since Reconcile asked.
+	owners, err := k.owners(ctx, a)
+	if err != nil {
+		return fmt.Errorf("who has %s is not known: %w", a.label(), err)
 	}
 	c := &change{k: k, assignment: *a, report: func(*gpuctlv1.DeviceUpdate) {}}
 	for _, f := range a.Functions {
@@ -211,8 +211,7 @@ func (k *Keeper) adopt(ctx context.Context, card *pci.Card, owners map[pci.Addre
 		return nil
 	}
 	for _, f := range addresses(card) {
-		d, owned := owners[f]
-		if !owned {
+		if _, owned := owners[f]; !owned {
 			continue
 		}
 		end, err := k.lockCard(card.Address, "a look after it")
@@ -220,6 +219,14 @@ func (k *Keeper) adopt(ctx context.Context, card *pci.Card, owners map[pci.Addre
 			return err
 		}
 		defer end()
+		now, err := k.Hypervisor.Owners(ctx)
+		if err != nil {
+			return err
+		}
+		d, owned := now[f]
+		if !owned || k.assignmentOf(card.Address) != nil {
+			return nil // it has changed since Reconcile asked
+		}
 		_, name, err := k.find(ctx, card.Address.String())
 		if err != nil {
 			return err

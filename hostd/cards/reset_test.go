@@ -139,3 +139,58 @@ func TestQuarantineOutlivesAResetInWhichHostdEnds(t *testing.T) {
 		}
 	}
 }
+
+// A reset of one card takes long enough for other cards to get other owners meanwhile.
+func TestReconcileAsksAnewWhoHasACardAfterALongReset(t *testing.T) {
+	ctx := t.Context()
+	w := newWorld(t)
+	if err := w.attach("two", card1[0].String(), false); err != nil {
+		t.Fatal(err)
+	}
+	w.stop(uuid2)
+	w.stop(uuid1)
+	if err := w.keeper.Reconcile(ctx); err != nil {
+		t.Fatal(err)
+	}
+	w.pass(gone)
+	if err := w.prepare(uuid1, card4...); err != nil {
+		t.Fatal(err)
+	}
+	w.resets = func(context.Context, *pci.Card) {
+		w.resets = nil
+		w.run(uuid1, card4...)
+		w.pass(2 * time.Minute)
+	}
+	if err := w.keeper.Reconcile(ctx); err != nil || w.resets != nil {
+		t.Fatalf("%v, no reset", err)
+	}
+	w.settled() // and the card was not reset while its VM has it
+	if a := w.keeper.assignments[card4[0]]; a == nil || a.UUID != uuid1 {
+		t.Errorf("%+v", a)
+	}
+
+	w = newWorld(t)
+	for vm, gpu := range map[string]string{"one": "nvidia-0", "two": card1[0].String()} {
+		if err := w.attach(vm, gpu, false); err != nil {
+			t.Fatal(err)
+		}
+	}
+	w.stop(uuid2)
+	if err := w.keeper.Reconcile(ctx); err != nil {
+		t.Fatal(err)
+	}
+	w.pass(gone)
+	w.resets = func(context.Context, *pci.Card) {
+		w.resets = nil
+		if err := w.detach("one", ""); err != nil {
+			t.Error(err)
+		}
+	}
+	if err := w.keeper.Reconcile(ctx); err != nil || w.resets != nil {
+		t.Fatalf("%v, no reset", err)
+	}
+	if a := w.keeper.assignments[card4[0]]; a != nil {
+		t.Errorf("a card that is free by now was taken for the VM's that had it: %+v", a)
+	}
+	w.settled()
+}

@@ -705,8 +705,7 @@ func (k *Keeper) forgetStart(d vm.VM) {
 func (k *Keeper) adoptSlices(ctx context.Context, card *pci.Card, owners map[pci.Address]vm.VM) error {
 	var errs []error
 	for _, f := range card.VFs {
-		d, owned := owners[f.Address]
-		if !owned || k.Slicer == nil || k.sliceAt(f.Address) != nil {
+		if _, owned := owners[f.Address]; !owned || k.Slicer == nil || k.sliceAt(f.Address) != nil {
 			continue
 		}
 		errs = append(errs, func() error {
@@ -715,6 +714,14 @@ func (k *Keeper) adoptSlices(ctx context.Context, card *pci.Card, owners map[pci
 				return err
 			}
 			defer end()
+			now, err := k.Hypervisor.Owners(ctx)
+			if err != nil {
+				return err
+			}
+			d, owned := now[f.Address]
+			if !owned || k.sliceAt(f.Address) != nil {
+				return nil // it has changed since Reconcile asked
+			}
 			_, name, err := k.find(ctx, card.Address.String())
 			if err != nil {
 				return err
