@@ -74,6 +74,7 @@ func (c *change) reset(ctx context.Context) error {
 	if !c.assignment.bound() {
 		return nil // the card's own driver resets the slice
 	}
+	caller := ctx
 	return c.step(ctx, stepReset, func(ctx context.Context) error {
 		card, err := c.rescan()
 		if err == nil && !c.k.taken(card) {
@@ -90,7 +91,9 @@ func (c *change) reset(ctx context.Context) error {
 			method, err = c.k.Resetter.Reset(ctx, card)
 			c.k.noteReset(c.assignment.Card, method, err)
 		}
-		if err != nil && ctx.Err() == nil && !errors.Is(err, errGone) {
+		// What outlasts the step would do so again. Only a caller that has gone says nothing
+		// about the card.
+		if err != nil && caller.Err() == nil && !errors.Is(err, errGone) {
 			return errors.Join(err, c.quarantine(err.Error()))
 		}
 		return err

@@ -194,3 +194,22 @@ func TestReconcileAsksAnewWhoHasACardAfterALongReset(t *testing.T) {
 	}
 	w.settled()
 }
+
+// A card that is dead makes one method after the other wait, for longer than the step may take.
+func TestResetThatOutlastsItsStepEndsInQuarantine(t *testing.T) {
+	w := newWorld(t)
+	if err := w.attach("one", "nvidia-0", false); err != nil {
+		t.Fatal(err)
+	}
+	w.keeper.Step = 50 * time.Millisecond
+	w.resetFail[card4[0]] = errors.New("it does not answer")
+	w.resets = func(ctx context.Context, _ *pci.Card) { <-ctx.Done() }
+	if err := w.detach("one", ""); !errors.Is(err, errQuarantined) {
+		t.Errorf("%v", err)
+	}
+	w.resets = nil
+	w.settled()
+	if a := w.keeper.assignments[card4[0]]; a == nil || a.Phase != quarantined {
+		t.Errorf("%+v", a)
+	}
+}
