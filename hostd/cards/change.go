@@ -65,6 +65,9 @@ func (c *change) take(ctx context.Context) error {
 		return err
 	}
 	return c.step(ctx, stepTake, func(ctx context.Context) error {
+		if err := c.unowned(ctx); err != nil {
+			return err
+		}
 		return c.k.Binder.Take(ctx, c.assignment.Functions, c.k.Hypervisor.Driver())
 	})
 }
@@ -76,6 +79,9 @@ func (c *change) reset(ctx context.Context) error {
 	}
 	caller := ctx
 	return c.step(ctx, stepReset, func(ctx context.Context) error {
+		if err := c.unowned(ctx); err != nil {
+			return err
+		}
 		card, err := c.rescan()
 		if err == nil && !c.k.taken(card) {
 			// Its own driver has it: the host was restarted, or libvirt has returned it. A
@@ -98,6 +104,19 @@ func (c *change) reset(ctx context.Context) error {
 		}
 		return err
 	})
+}
+
+// unowned returns an error if a VM has a function of the card. Somebody may have given it one
+// without gpuctl: while that is on no record, nobody else would notice.
+func (c *change) unowned(ctx context.Context) error {
+	owners, err := c.k.owners(ctx, &c.assignment)
+	if err != nil {
+		return fmt.Errorf("who has it is not known: %w", err)
+	}
+	if said := contradicts(owners, c.assignment.Functions, "", false); said != "" {
+		return fmt.Errorf("%w: the hypervisor says that %s", ErrBusy, said)
+	}
+	return nil
 }
 
 // ready takes and resets the card for its VM.

@@ -213,6 +213,10 @@ func (k *Keeper) Reset(ctx context.Context, r *gpuctlv1.ResetRequest, report Rep
 		steps = steps[1:] // the reset takes it
 	} else if h != nil {
 		reasons = append(reasons, why("owned", "%s belongs to VM %s (%s)", name, h.vm(), h.Phase))
+	} else if owners, err := k.Hypervisor.Owners(ctx); err != nil {
+		return err
+	} else if said := contradicts(owners, addresses(card), "", false); said != "" {
+		reasons = append(reasons, why("owned", "the hypervisor says that %s", said))
 	}
 	reasons = append(reasons, k.againstWhole(card, name)...)
 	if r.GetPlan() {

@@ -213,3 +213,37 @@ func TestResetThatOutlastsItsStepEndsInQuarantine(t *testing.T) {
 		t.Errorf("%+v", a)
 	}
 }
+
+// What somebody plugs into a VM without gpuctl is on no record until hostd looks again.
+func TestNothingIsResetThatAVMHasGotByHandJustNow(t *testing.T) {
+	w := newWorld(t)
+	w.bind(card1[0], "pciback")
+	w.run(uuid2, card1[0])
+	if err := w.reset(card1[0].String()); err == nil || !strings.Contains(err.Error(), "VM two has 0000:06:00.0") {
+		t.Errorf("%v", err)
+	}
+	w.settled()
+	if a := w.keeper.assignments[card1[0]]; a == nil || a.UUID != uuid2 {
+		t.Errorf("%+v", a)
+	}
+
+	w = newSliced(t, vgpu.SRIOV, 2)
+	w.bind(vf(0), "pciback")
+	w.run(uuid2, vf(0))
+	if err := w.attachSlice("one", slicedGPU, "vf"); err != nil || w.owner[vf(0)] != uuid2 || w.owner[vf(1)] != uuid1 {
+		t.Errorf("%v, %v", err, w.owner)
+	}
+	w.settled()
+
+	w = newSliced(t, vgpu.SRIOV, 2)
+	w.bind(vf(0), "pciback")
+	w.run(uuid2, vf(0))
+	w.stop(uuid1)
+	if err := w.prepare(uuid1, vf(0)); err == nil || !strings.Contains(err.Error(), "VM two has 0000:07:00.4") {
+		t.Errorf("%v", err)
+	}
+	w.settled()
+	if a := w.keeper.sliceAt(vf(0)); a == nil || a.UUID != uuid2 {
+		t.Errorf("%+v", a)
+	}
+}

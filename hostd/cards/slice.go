@@ -301,6 +301,13 @@ func (c *change) createSlice(ctx context.Context, care bool) error {
 				return err
 			}
 		}
+		owners, err := c.k.Hypervisor.Owners(ctx)
+		if err != nil {
+			return err
+		}
+		for f := range owners { // also of those that a VM was given without gpuctl
+			use.Held = append(use.Held, f.String())
+		}
 		i, err := c.k.Slicer.Pick(card, s.Profile, s.ID, use)
 		if err != nil {
 			return err
