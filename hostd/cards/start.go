@@ -135,12 +135,23 @@ func (k *Keeper) await(ctx context.Context, card pci.Address, what string) (end 
 // because libvirt waits for it. Cards of a migration are left to Reconcile, which can ask
 // the cluster about the migration.
 func (k *Keeper) Stopped(uuid string) {
+	k.over(uuid, func(*cardAssignment) bool { return false })
+}
+
+// Ended does the same for word that may come late, when the VM is being started again. What
+// is prepared for a start stays then: if the VM does not start, Stopped or time tells.
+func (k *Keeper) Ended(uuid string) {
+	k.over(uuid, func(a *cardAssignment) bool { return a.Phase == ready && a.Starting })
+}
+
+// over takes back what a VM had, but for what is to stay.
+func (k *Keeper) over(uuid string, stays func(*cardAssignment) bool) {
 	k.mu.Lock()
 	var had []cardAssignment
 	moved := false
 	for a := range k.each() {
 		switch {
-		case a.UUID != uuid || a.Phase == quarantined:
+		case a.UUID != uuid || a.Phase == quarantined || stays(a):
 		case a.Migration != "" && keeps(a.Phase):
 			moved = true
 		default:

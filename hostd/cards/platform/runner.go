@@ -116,7 +116,7 @@ func (r *Runner) libvirt(ctx context.Context) {
 			if e.Detail == stoppedSaved {
 				r.saved(e.Domain)
 			}
-			r.Keeper.Stopped(e.Domain.UUID.String())
+			r.Keeper.Ended(e.Domain.UUID.String())
 		case virt.Started, virt.Resync:
 			r.Keeper.Kick()
 		default:
