@@ -242,10 +242,6 @@ func (m *membership) ids(gpus []string) map[string]bool {
 func (n *Node) acquire(ctx context.Context, m *membership, v *state.View, c *clusterv1.Claim, gpus []string, amount uint64) error {
 	c = m.own(c)
 	ids := m.ids(gpus)
-	kind := clusterv1.VGPUKind_VGPU_KIND_WHOLE
-	if amount > 0 {
-		kind = clusterv1.VGPUKind_VGPU_KIND_SHARE
-	}
 	known := v.Claim(c.GetId()) != nil
 	for as := range v.AssignmentsOfClaim(c.GetId()) {
 		delete(ids, as.GetGpu())
@@ -256,7 +252,7 @@ func (n *Node) acquire(ctx context.Context, m *membership, v *state.View, c *clu
 	var choices []*clusterv1.Choice
 	for _, g := range gpus {
 		if id := m.id(g); ids[id] {
-			choices = append(choices, &clusterv1.Choice{Gpu: id, Memory: amount, Kind: kind})
+			choices = append(choices, choice(v.GPU(id), id, c.GetProfile(), amount))
 		}
 	}
 	cmd := &clusterv1.Command{}
@@ -272,6 +268,19 @@ func (n *Node) acquire(ctx context.Context, m *membership, v *state.View, c *clu
 		return fmt.Errorf("gpu %s: %w: %s", strings.Join(gpus, ","), ErrTaken, answer.Result.GetMessage())
 	}
 	return err
+}
+
+// choice says what of a GPU a claim has: a slice of a profile, an amount of memory, or all.
+func choice(g *clusterv1.GPU, id, profile string, amount uint64) *clusterv1.Choice {
+	switch {
+	case profile != "" && slices.Contains(g.GetKinds(), state.KindMediated):
+		return &clusterv1.Choice{Gpu: id, Kind: clusterv1.VGPUKind_VGPU_KIND_MEDIATED, Profile: profile}
+	case profile != "":
+		return &clusterv1.Choice{Gpu: id, Kind: clusterv1.VGPUKind_VGPU_KIND_VENDOR, Profile: profile}
+	case amount > 0:
+		return &clusterv1.Choice{Gpu: id, Kind: clusterv1.VGPUKind_VGPU_KIND_SHARE, Memory: amount}
+	}
+	return &clusterv1.Choice{Gpu: id, Kind: clusterv1.VGPUKind_VGPU_KIND_WHOLE}
 }
 
 // AcquireHoldings tells the cluster what the claims of this host have, before new claims are

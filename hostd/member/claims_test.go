@@ -13,6 +13,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/cluster/replica"
+	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
@@ -352,6 +353,46 @@ func TestHoldingOfOthers(t *testing.T) {
 	owners := slices.Collect(v.AssignmentsOfGPU("a/g0"))
 	if len(owners) != 1 || owners[0].GetClaim() != "vm" {
 		t.Errorf("%v", owners)
+	}
+}
+
+// TestHoldingsOfSlices: what VMs have of a card is told as what it is, not as the whole card.
+func TestHoldingsOfSlices(t *testing.T) {
+	t.Parallel()
+	ctx := testkit.Context(t)
+	a := cluster(ctx, t, "a")[0]
+	a.host.do(func() {
+		for i, kind := range []string{state.KindSlice, state.KindMediated} {
+			a.host.gpus[i].Kinds = []string{kind}
+			a.host.gpus[i].Profiles = []*clusterv1.Profile{{Name: "1of4", Memory: 2 << 30, MaxInstances: 4}}
+		}
+		for _, gpu := range []string{"g0", "g1"} {
+			for i := range 2 {
+				id := fmt.Sprintf("vm-%s-%d", gpu, i)
+				h := Holding{Claim: &clusterv1.Claim{Id: id, Profile: "1of4"}, GPUs: []string{gpu}}
+				if gpu == "g1" {
+					h.Amount = 2 << 30 // mediated GPUs say so
+				}
+				a.host.claims[id], a.host.uses[id] = true, []string{gpu}
+				a.host.holdings = append(a.host.holdings, h)
+			}
+		}
+	})
+	if err := a.Announce(ctx); err != nil {
+		t.Fatal(err)
+	}
+	a.Kick()
+	for gpu, kind := range map[string]clusterv1.VGPUKind{"a/g0": clusterv1.VGPUKind_VGPU_KIND_VENDOR, "a/g1": clusterv1.VGPUKind_VGPU_KIND_MEDIATED} {
+		testkit.Until(t, gpu, func() error {
+			n := 0
+			for p := range a.view(ctx).VGPUsOfGPU(gpu) {
+				if p.GetKind() != kind || p.GetProfile() != "1of4" || p.GetMemory() != 2<<30 {
+					return fmt.Errorf("%v", p)
+				}
+				n++
+			}
+			return testkit.Want(n == 2, n)
+		})
 	}
 }
 
