@@ -218,6 +218,9 @@ func New(c Config) (*Keeper, error) {
 		k.resets = map[pci.Address]string{}
 	}
 	for _, a := range r.Assignments {
+		if a.at = time.UnixMilli(a.Since); a.at.After(k.Now()) {
+			a.at = k.Now() // the clock was wrong, and has been set back since
+		}
 		k.set(a, a)
 	}
 	return k, nil
@@ -364,7 +367,8 @@ func (k *Keeper) assignmentOf(card pci.Address) *cardAssignment {
 // put records an assignment before the work for it begins. If that fails, the previous
 // record stays in force.
 func (k *Keeper) put(a cardAssignment) error {
-	a.Since = k.Now().UnixMilli()
+	a.at = k.Now()
+	a.Since = a.at.UnixMilli()
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.rev++

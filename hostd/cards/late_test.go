@@ -1,6 +1,9 @@
 package cards
 
-import "testing"
+import (
+	"testing"
+	"time"
+)
 
 // libvirt's event that a VM has stopped may come when the VM is being started again.
 func TestLateWordOfAStopTakesNothingFromTheNextStart(t *testing.T) {
@@ -20,6 +23,24 @@ func TestLateWordOfAStopTakesNothingFromTheNextStart(t *testing.T) {
 	w.stop(uuid1)
 	w.keeper.Ended(uuid1) // of a VM that runs, it is the first word of its end
 	w.keeper.work.Wait()
+	if len(w.keeper.assignments) != 0 {
+		t.Errorf("%v", w.keeper.assignments)
+	}
+}
+
+// A host whose clock was wrong, and is not any more after its restart.
+func TestCardIsGivenBackThoughTheRecordIsOfTheFuture(t *testing.T) {
+	w := newWorld(t)
+	w.stop(uuid1)
+	if err := w.prepare(uuid1, card4...); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.keeper.Reserve(t.Context(), w.machines[uuid2].VM, card1[0].String(), "vm-x", "m-1"); err != nil {
+		t.Fatal(err)
+	}
+	w.pass(-365 * 24 * time.Hour)
+	w.restart()
+	w.settled()
 	if len(w.keeper.assignments) != 0 {
 		t.Errorf("%v", w.keeper.assignments)
 	}

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"time"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/internal/vm"
@@ -271,7 +270,7 @@ func (k *Keeper) migrating(ctx context.Context, a *cardAssignment) bool {
 	if a.Migration == "" {
 		return false
 	}
-	if k.Pending == nil || k.Now().Sub(time.UnixMilli(a.Since)) < k.Grace {
+	if k.Pending == nil || k.Now().Sub(a.at) < k.Grace {
 		return true // the migration's entry may not have been replicated to this host yet
 	}
 	return k.Pending(ctx, a.Migration)

@@ -185,7 +185,7 @@ func equal(a, b *cardAssignment) bool {
 
 // starting reports whether a VM that asked for the card may still be starting.
 func (k *Keeper) starting(a *cardAssignment) bool {
-	return k.Now().Sub(time.UnixMilli(a.Since)) < k.Grace
+	return k.Now().Sub(a.at) < k.Grace
 }
 
 // absent reports whether the hypervisor has listed no owner for the time gone.

@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"time"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
@@ -67,7 +68,9 @@ type cardAssignment struct {
 	Message string       `json:"message,omitempty"`
 	Since   int64        `json:"since"` // Unix milliseconds
 
-	rev uint64 // number of the change; not stored
+	// Not stored:
+	rev uint64    // number of the change
+	at  time.Time // as Since, by a clock that nobody sets, and never in the future
 }
 
 // vm returns the VM's name, for messages.
