@@ -131,14 +131,31 @@ func (k *Keeper) Owns(ctx context.Context, machine, ref string) bool {
 	if len(k.of(func(*assignment) bool { return true })) == 0 {
 		return k.Has(ref)
 	}
-	m, err := k.VMs.Find(ctx, machine)
+	m, err := k.owner(ctx, machine)
 	return k.Has(ref) || err == nil && len(k.find(m.UUID, ref)) > 0
+}
+
+// owner finds a VM by its name or UUID: also one that has parts and that libvirt does not have any
+// more.
+func (k *Keeper) owner(ctx context.Context, ref string) (vm.VM, error) {
+	m, err := k.VMs.Find(ctx, ref)
+	if !errors.Is(err, cards.ErrNotFound) {
+		return m.VM, err
+	}
+	had := k.of(func(a *assignment) bool { return a.UUID == ref || a.Name == ref })
+	if len(had) == 0 {
+		return vm.VM{}, err
+	}
+	if slices.ContainsFunc(had, func(a assignment) bool { return a.UUID != had[0].UUID }) {
+		return vm.VM{}, fmt.Errorf("%w: several VMs that had that name have parts; say the UUID", err)
+	}
+	return vm.VM{UUID: had[0].UUID, Name: had[0].Name}, nil
 }
 
 // Detach takes a part back. From a VM that runs only if the request says that nobody has
 // confirmed that it has let go: the VM reads ones then, as of a card that was pulled.
 func (k *Keeper) Detach(ctx context.Context, r *gpuctlv1.DetachRequest, report cards.Report) error {
-	m, err := k.VMs.Find(ctx, r.GetMachine())
+	m, err := k.owner(ctx, r.GetMachine())
 	if err != nil {
 		return err
 	}

@@ -504,3 +504,22 @@ func TestHookKnowsVMsWithParts(t *testing.T) {
 		t.Errorf("%v, listed %v", err, w.listed)
 	}
 }
+
+// TestPartOfAVMThatIsGoneIsGivenBack: libvirt knows the VM no more, or another one by its name.
+func TestPartOfAVMThatIsGoneIsGivenBack(t *testing.T) {
+	for _, ref := range []string{"web", "uuid-web"} {
+		w := newWorld(t)
+		w.give("web")
+		delete(w.vms, "web") // virsh undefine
+		if ref == "uuid-web" {
+			w.vms["web"] = vm.Info{VM: vm.VM{UUID: "uuid-2", Name: "web"}, State: "shutoff", Type: "hvm"}
+		}
+		both := Both{Mediated: w.k}
+		if err := both.Detach(t.Context(), &gpuctlv1.DetachRequest{Machine: ref}, func(*gpuctlv1.DeviceUpdate) {}); err != nil || len(w.slices()) != 0 {
+			t.Errorf("%s: %v, %v", ref, err, w.slices())
+		}
+		if w.Settle(t.Context()); len(w.claims) != 0 {
+			t.Errorf("%s: claims %v", ref, w.claims)
+		}
+	}
+}
