@@ -210,6 +210,9 @@ func (k *Keeper) release(ctx context.Context, a assignment) error {
 		if err == nil && a.Old != "" {
 			err = p.Detach(ctx, a.Old)
 		}
+		if p == nil && k.gpu(a.GPU) == nil {
+			err = nil // it is not configured any more, and no process has it
+		}
 		if err != nil {
 			return fmt.Errorf("take %s back from vm %s: %w", a.GPU, a.vm(), err)
 		}

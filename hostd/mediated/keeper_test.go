@@ -523,3 +523,24 @@ func TestPartOfAVMThatIsGoneIsGivenBack(t *testing.T) {
 		}
 	}
 }
+
+// TestPartOfAGPUThatIsNotConfiguredAnyMore: after a restart of the host no process has it.
+func TestPartOfAGPUThatIsNotConfiguredAnyMore(t *testing.T) {
+	w := newWorld(t)
+	w.give("web")
+	w.domains["uuid-web"] = Domain{ID: 5, Paused: true, HVM: true}
+	w.reconcile()
+	delete(w.domains, "uuid-web")
+	c := w.k.Config
+	c.GPUs = nil
+	c.Process = func(context.Context, string) (Process, error) { return nil, errors.New("it is not in the configuration") }
+	k, err := New(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.k = k
+	w.reconcile()
+	if err := k.Detach(t.Context(), &gpuctlv1.DetachRequest{Machine: "web"}, func(*gpuctlv1.DeviceUpdate) {}); err != nil || len(k.Held()) != 0 {
+		t.Errorf("%v, %v", err, k.Held())
+	}
+}
