@@ -74,6 +74,33 @@ func TestAdvice(t *testing.T) {
 	}
 }
 
+// A VM writes how its rehearsal has ended, an executor why a swap has failed. Neither may
+// control the terminal, or add lines as if gpuctl had said them.
+func TestHowAnOperationEndsDoesNotControlTheTerminal(t *testing.T) {
+	const evil = "\x1b]0;title\a\x1b[2J\u009b2J\ngpuctl: done"
+	for name, r := range map[string]*gpuctlv1.SwapResult{
+		"rolled back": {RolledBack: true, Error: evil},
+		"held":        {Held: true, Error: evil},
+		"ended":       {Ended: true, Error: evil},
+		"failed":      {Error: evil},
+		"refused":     {Refused: true, Reasons: []*gpuctlv1.Reason{{Code: "x", Message: evil}}},
+		"done":        {StoppedNs: 1, Detour: evil},
+	} {
+		var out, shown bytes.Buffer
+		a := &app{Stdio: cmdutil.Stdio{Out: &out, Err: &shown}}
+		u := &gpuctlv1.OperationUpdate{Session: evil, Gpus: []string{evil}, Model: evil, Progress: &gpuctlv1.Progress{Result: r}}
+		u.Rejected = []*gpuctlv1.Candidate{{Gpu: "small", Reasons: r.GetReasons()}}
+		err := a.judge("rehearsal", "it goes on", "it goes on", u)
+		if (err == nil) != (name == "done") {
+			t.Errorf("%s: %v", name, err)
+		}
+		said := fmt.Sprint(err) + "\n" + out.String() + shown.String()
+		if strings.ContainsAny(said, "\x1b\a\u009b") || strings.Contains(said, "\ngpuctl: done") {
+			t.Errorf("%s: %q", name, said)
+		}
+	}
+}
+
 // The host's message names the command, or gpuctl does: never both, and whatever
 // the words are.
 func TestHeldMigrationSaysOnceHowItGoesOn(t *testing.T) {

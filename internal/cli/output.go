@@ -86,6 +86,11 @@ func clean(s string) string {
 	}, s)
 }
 
+// line does the same, and makes one line of a text.
+func line(s string) string {
+	return clean(strings.ReplaceAll(strings.TrimSpace(s), "\n", "; "))
+}
+
 // cut shortens a text to n characters.
 func cut(s string, n int) string {
 	r := []rune(s)

@@ -136,20 +136,24 @@ func (a *app) followOne(stream *connect.ServerStreamForClient[gpuctlv1.Operation
 	return nil, stream.Err()
 }
 
-// judge prints how an operation has ended, or returns it as an error.
+// judge prints how an operation has ended, or returns it as an error. Executors and VMs write
+// parts of it.
 func (a *app) judge(what, refused, rolledBack string, last *gpuctlv1.OperationUpdate) error {
 	r := last.GetProgress().GetResult()
+	failed := func(format string, args ...any) error {
+		return errors.New(line(fmt.Sprintf("%s of session %s", what, last.GetSession()) + fmt.Sprintf(format, args...)))
+	}
 	switch {
 	case r.GetRefused():
 		return a.refuse(fmt.Sprintf("%s of session %s refused: %s", what, last.GetSession(), refused), last.GetRejected())
 	case r.GetRolledBack():
-		return fmt.Errorf("%s of session %s failed and was rolled back, %s: %s", what, last.GetSession(), rolledBack, r.GetError())
+		return failed(" failed and was rolled back, %s: %s", rolledBack, r.GetError())
 	case r.GetHeld():
-		return fmt.Errorf("%s of session %s failed and is held, the application may be frozen: %s; gpuguest goes on trying, and gpuctl sessions says when the session runs", what, last.GetSession(), r.GetError())
+		return failed(" failed and is held, the application may be frozen: %s; gpuguest goes on trying, and gpuctl sessions says when the session runs", r.GetError())
 	case r.GetEnded():
-		return fmt.Errorf("%s of session %s: %s", what, last.GetSession(), r.GetError())
+		return failed(": %s", r.GetError())
 	case r.GetError() != "":
-		return fmt.Errorf("%s of session %s failed: %s", what, last.GetSession(), r.GetError())
+		return failed(" failed: %s", r.GetError())
 	case a.structured():
 		return nil
 	}
@@ -161,8 +165,7 @@ func (a *app) judge(what, refused, rolledBack string, last *gpuctlv1.OperationUp
 	} else if to := r.GetSession().GetSuspendedTo(); to != "" {
 		where = " is suspended to " + to
 	}
-	_, err := fmt.Fprintf(a.Out, "session %s%s: %s\n", last.GetSession(), clean(where), summary(r))
-	return err
+	return a.say(line(fmt.Sprintf("session %s%s: %s", last.GetSession(), where, summary(r))))
 }
 
 func viewUpdate(u *gpuctlv1.OperationUpdate) updateView {

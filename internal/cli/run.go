@@ -200,7 +200,7 @@ func (a *app) run(ctx context.Context, f runFlags, args []string) (err error) {
 			return
 		}
 		for _, l := range res.Msg.GetLost() {
-			fmt.Fprintf(a.Err, "gpuctl: session %s was lost: %s\n", l.GetId(), l.GetReason())
+			fmt.Fprintf(a.Err, "gpuctl: session %s was lost: %s\n", l.GetId(), line(l.GetReason()))
 		}
 	}()
 	a.dirs.Sweep()

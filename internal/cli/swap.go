@@ -252,7 +252,7 @@ func (a *app) refuse(what string, rejected []*gpuctlv1.Candidate) error {
 	if len(rejected) == 0 {
 		what += ": the inventory has none (gpuctl inventory)"
 	}
-	return cmdutil.WithCode(errors.New(what), cmdutil.Refused)
+	return cmdutil.WithCode(errors.New(line(what)), cmdutil.Refused)
 }
 
 // planRefused says what a plan was refused.
