@@ -146,7 +146,13 @@ func (g *Guests) dialer(ctx context.Context, uuid string) (func(context.Context,
 		if err != nil {
 			return nil, err
 		}
-		if _, err := conn.Write(to.GetSecret()); err != nil {
+		// A VM that does not read would keep this call for ever.
+		stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
+		_, err = conn.Write(to.GetSecret())
+		if !stop() {
+			return nil, context.Cause(ctx)
+		}
+		if err != nil {
 			conn.Close()
 			return nil, err
 		}

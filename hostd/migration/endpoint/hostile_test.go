@@ -1,0 +1,82 @@
+package endpoint
+
+import (
+	"context"
+	"log/slog"
+	"net"
+	"net/http"
+	"testing"
+
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/guest/vm/channel"
+	"github.com/gpuctl/gpuctl/guest/vm/channel/channeltest"
+	"github.com/gpuctl/gpuctl/internal/testkit"
+)
+
+// hostileVM offers a way to it that it does not read.
+type hostileVM struct{ guestAgent }
+
+func (v *hostileVM) OpenBulk(context.Context, *connect.Request[gpuctlv1.OpenBulkRequest]) (*connect.Response[gpuctlv1.OpenBulkResponse], error) {
+	return connect.NewResponse(&gpuctlv1.OpenBulkResponse{VsockPort: 1, Secret: make([]byte, 32)}), nil
+}
+
+func (v *hostileVM) serve(t *testing.T, c GuestsConfig) *Local {
+	t.Helper()
+	v.console = channeltest.New(t)
+	root := t.TempDir()
+	v.console.Root(root, channel.Name)
+	ctx, cancel := context.WithCancel(context.Background())
+	over := make(chan error)
+	go func() {
+		mux := http.NewServeMux()
+		mux.Handle(gpuctlv1connect.NewAgentServiceHandler(v))
+		over <- channel.Serve(ctx, channel.Port{Root: root}.Open, mux)
+	}()
+	c.Channels, c.Log = v, slog.New(slog.DiscardHandler)
+	g := NewGuests(c)
+	t.Cleanup(func() {
+		if err := g.Close(); err != nil {
+			t.Error(err)
+		}
+		cancel()
+		if err := <-over; err != nil {
+			t.Error(err)
+		}
+	})
+	return &Local{Whereabouts: Whereabouts{Name: "h1", Log: c.Log}, Guests: g}
+}
+
+// A VM that takes a connection over vsock and reads nothing of it does not keep the host: the
+// host takes the VM's channel.
+func TestVMThatReadsNothingOverVsockDoesNotKeepTheHost(t *testing.T) {
+	here, there := net.Pipe()
+	defer there.Close()
+	defer here.Close()
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	dialled := make(chan struct{})
+	v := &hostileVM{}
+	l := v.serve(t, GuestsConfig{Vsock: func(context.Context, string) (func(context.Context, uint32) (net.Conn, error), error) {
+		return func(context.Context, uint32) (net.Conn, error) {
+			close(dialled)
+			return here, nil
+		}, nil
+	}})
+	ended := make(chan error, 1)
+	go func() {
+		_, done, err := l.Guests.Bulk(ctx, "vm")
+		if err == nil {
+			done()
+		}
+		ended <- err
+	}()
+	<-dialled
+	cancel()
+	testkit.Until(t, "the host goes on", func() error { return testkit.Want(len(ended) == 1, "it still writes") })
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+}
