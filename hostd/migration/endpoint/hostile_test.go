@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"sync/atomic"
 	"testing"
 
 	"connectrpc.com/connect"
@@ -16,11 +17,26 @@ import (
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
-// hostileVM offers a way to it that it does not read.
-type hostileVM struct{ guestAgent }
+// hostileVM offers a way to it that it does not read, and lists its sessions as it likes.
+type hostileVM struct {
+	guestAgent
+	gpuctlv1connect.UnimplementedGuestServiceHandler
+
+	list      *gpuctlv1.ListSessionsResponse
+	suspended atomic.Int64
+}
 
 func (v *hostileVM) OpenBulk(context.Context, *connect.Request[gpuctlv1.OpenBulkRequest]) (*connect.Response[gpuctlv1.OpenBulkResponse], error) {
 	return connect.NewResponse(&gpuctlv1.OpenBulkResponse{VsockPort: 1, Secret: make([]byte, 32)}), nil
+}
+
+func (v *hostileVM) ListSessions(context.Context, *connect.Request[gpuctlv1.ListSessionsRequest]) (*connect.Response[gpuctlv1.ListSessionsResponse], error) {
+	return connect.NewResponse(v.list), nil
+}
+
+func (v *hostileVM) Suspend(_ context.Context, _ *connect.Request[gpuctlv1.SuspendRequest], out *connect.ServerStream[gpuctlv1.Progress]) error {
+	v.suspended.Add(1)
+	return out.Send(&gpuctlv1.Progress{Result: &gpuctlv1.SwapResult{}})
 }
 
 func (v *hostileVM) serve(t *testing.T, c GuestsConfig) *Local {
@@ -33,6 +49,7 @@ func (v *hostileVM) serve(t *testing.T, c GuestsConfig) *Local {
 	go func() {
 		mux := http.NewServeMux()
 		mux.Handle(gpuctlv1connect.NewAgentServiceHandler(v))
+		mux.Handle(gpuctlv1connect.NewGuestServiceHandler(v))
 		over <- channel.Serve(ctx, channel.Port{Root: root}.Open, mux)
 	}()
 	c.Channels, c.Log = v, slog.New(slog.DiscardHandler)
@@ -78,5 +95,18 @@ func TestVMThatReadsNothingOverVsockDoesNotKeepTheHost(t *testing.T) {
 	testkit.Until(t, "the host goes on", func() error { return testkit.Want(len(ended) == 1, "it still writes") })
 	if err := <-ended; err != nil {
 		t.Error(err)
+	}
+}
+
+// A session that a VM lists many times is frozen once: a list has room for many thousands.
+func TestSessionThatAVMListsManyTimesIsFrozenOnce(t *testing.T) {
+	v := &hostileVM{list: &gpuctlv1.ListSessionsResponse{}}
+	for range 100 {
+		v.list.Sessions = append(v.list.Sessions, &gpuctlv1.Session{Id: "s-1", State: gpuctlv1.SessionState_SESSION_STATE_RUNNING})
+	}
+	l := v.serve(t, GuestsConfig{})
+	err := l.Freeze(t.Context(), &gpuctlv1.SiteSessionsRequest{Machine: &gpuctlv1.SiteMachine{Uuid: "vm"}, Sessions: []string{"s-1"}}, func(uint64, uint64, string) {})
+	if n := v.suspended.Load(); err != nil || n != 1 {
+		t.Errorf("%d suspends: %v", n, err)
 	}
 }

@@ -288,8 +288,16 @@ func (l *Local) each(ctx context.Context, uuid string, ids []string, alone func(
 	var wg sync.WaitGroup
 	var way sync.Mutex
 	places := make(chan struct{}, mostAtOnce)
+	asked := map[string]bool{}
+	for _, id := range ids {
+		asked[id] = true
+	}
 	for _, s := range all {
-		if !slices.Contains(ids, s.GetId()) || s.GetState() == gpuctlv1.SessionState_SESSION_STATE_ENDED {
+		if !asked[s.GetId()] {
+			continue
+		}
+		delete(asked, s.GetId()) // once: the VM writes the list
+		if s.GetState() == gpuctlv1.SessionState_SESSION_STATE_ENDED {
 			continue
 		}
 		total.Add(s.GetUsage().GetMemory())
