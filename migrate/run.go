@@ -379,8 +379,8 @@ func (r *run) hold(ctx context.Context, name string, err error) error {
 	if far := r.move().GetFarGpu(); far != "" && !r.move().GetCold() {
 		kept = "the VM is kept, and " + far + " for its applications"
 	}
-	text := fmt.Sprintf("%s; the undo of %s failed: %v; %s: gpuctl migrations resume %s goes on when the cause is fixed",
-		r.m.GetMessage(), name, err, kept, r.m.GetId())
+	text := fmt.Sprintf("%s; the undo of %s failed: %s; %s: gpuctl migrations resume %s goes on when the cause is fixed",
+		r.m.GetMessage(), name, limited(err.Error()), kept, r.m.GetId())
 	if errors.Is(err, errLost) {
 		state, text = clusterv1.MigrationState_MIGRATION_STATE_FAILED, fmt.Sprintf("%s; %s: %v", r.m.GetMessage(), name, err)
 	}

@@ -7,10 +7,10 @@ import "strings"
 const more = "…"
 
 // Of returns s if it has at most most bytes. Otherwise it returns the beginning of s with
-// an ellipsis, in at most most bytes. The result is valid UTF-8: each run of bytes that are
-// not becomes a question mark.
+// an ellipsis, in at most most bytes. The result is valid UTF-8 without zero bytes, which the
+// cluster's log refuses: each run of bytes that are not becomes a question mark, and each zero byte.
 func Of(s string, most int) string {
-	s = strings.ToValidUTF8(s, "?")
+	s = strings.ReplaceAll(strings.ToValidUTF8(s, "?"), "\x00", "?")
 	if len(s) <= most {
 		return s
 	}
