@@ -334,7 +334,7 @@ func (n *Node) keepRecords(ctx context.Context, m *membership) {
 		case r = <-n.records:
 		}
 		r.Driver, r.Token = m.Host, tokens[r.GetId()]
-		r.Object = m.id(r.GetObject())
+		r.Object, r.Message = m.id(r.GetObject()), storable(r.GetMessage())
 		token, err := n.keep(ctx, m, r)
 		if err != nil {
 			n.Logger.Warn("operation not recorded", "migration", r.GetId(), "err", err)

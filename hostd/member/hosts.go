@@ -80,6 +80,7 @@ func (n *Node) keepNotes(ctx context.Context, m *membership) {
 			return
 		case e = <-n.notes:
 		}
+		e.Message = storable(e.GetMessage())
 		c := &clusterv1.Command{Id: random.Hex(16), Op: &clusterv1.Command_Note{Note: &clusterv1.Note{Event: e}}}
 		for ctx.Err() == nil {
 			_, err := m.propose(ctx, c)

@@ -13,6 +13,7 @@ import (
 
 	"connectrpc.com/connect"
 	"go.uber.org/goleak"
+	"google.golang.org/protobuf/proto"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
@@ -446,4 +447,44 @@ func TestAllStartAtOnce(t *testing.T) {
 		m.start(ctx)
 	}
 	complete(ctx, t, ms)
+}
+
+// An application has its executor write what it likes before it ends, and that becomes the
+// session's message. It keeps no other session of the host from being seen, and no operation
+// from having an end. Nor does why a GPU is not used keep the others from being seen.
+func TestTextsOfApplicationsKeepNothingFromTheLog(t *testing.T) {
+	t.Parallel()
+	ctx := testkit.Context(t)
+	a := cluster(ctx, t, "a")[0]
+	texts := map[string]string{"s-zero": "ended: x\x00y", "s-long": "ended: " + strings.Repeat("x", 5000), "s-other": ""}
+	a.host.do(func() {
+		for id, text := range texts {
+			a.host.sessions = append(a.host.sessions, &clusterv1.Session{Id: id, State: gpuctlv1.SessionState_SESSION_STATE_LOST, Message: text})
+		}
+		bad := proto.CloneOf(a.host.gpus[0])
+		bad.Name, bad.Health, bad.HealthReason = "bad", clusterv1.Health_HEALTH_FAILED, texts["s-zero"]+texts["s-long"]
+		a.host.gpus = append(a.host.gpus, bad)
+	})
+	a.Known(ctx, []string{"bad"})
+	a.Kick()
+	for id, text := range texts {
+		r := &clusterv1.Migration{Id: "m-" + id, Verb: "suspend", Object: id, State: clusterv1.MigrationState_MIGRATION_STATE_RUNNING}
+		a.Record(proto.CloneOf(r))
+		r.State, r.Message, r.EndedUnixMs = clusterv1.MigrationState_MIGRATION_STATE_FAILED, text, 1
+		a.Record(r)
+		a.Note(&clusterv1.Event{Kind: clusterv1.Kind_KIND_SESSION, Object: "a/" + id, Type: "KeepsGPU", Message: text})
+	}
+	testkit.Until(t, "all is in the log", func() error {
+		v := a.view(ctx)
+		if v.GPU("a/bad") == nil {
+			return errors.New("the host's GPUs are not reported")
+		}
+		for id := range texts {
+			noted := slices.ContainsFunc(v.Events(clusterv1.Kind_KIND_SESSION, "a/"+id, 10), func(e *clusterv1.Event) bool { return e.GetType() == "KeepsGPU" })
+			if end := v.Migration("m-" + id).GetState(); v.Session("a/"+id) == nil || end != clusterv1.MigrationState_MIGRATION_STATE_FAILED || !noted {
+				return fmt.Errorf("of %s: reported: %v, %v, noted: %v", id, v.Session("a/"+id) != nil, end, noted)
+			}
+		}
+		return nil
+	})
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/placement"
 	"github.com/gpuctl/gpuctl/cluster/scheduler"
 	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/internal/excerpt"
 	"github.com/gpuctl/gpuctl/internal/wait"
 )
 
@@ -105,7 +106,7 @@ func (n *Node) reportOnce(ctx context.Context, m *membership) error {
 		if g.GetLimits() == nil {
 			g.Limits = &gpuctlv1.Limits{}
 		}
-		g.Health = cmp.Or(g.GetHealth(), clusterv1.Health_HEALTH_OK)
+		g.Health, g.HealthReason = cmp.Or(g.GetHealth(), clusterv1.Health_HEALTH_OK), storable(g.GetHealthReason())
 		own = append(own, g)
 	}
 	if reported(v, h, own) {
@@ -263,6 +264,12 @@ func (n *Node) manages(m *membership, c *clusterv1.Claim) bool {
 	return c != nil && c.GetLabels()[placement.LabelManagedBy] == m.ID
 }
 
+// storable makes a text of others fit for the log, which refuses a whole command for one text
+// that is too long or has a zero byte.
+func storable(s string) string { return excerpt.Of(s, mostText) }
+
+const mostText = 1024 // bytes
+
 // tellSessions reports the sessions that differ from the log.
 func (n *Node) tellSessions(ctx context.Context, m *membership, v *state.View) error {
 	known := map[string]*clusterv1.Session{}
@@ -272,6 +279,7 @@ func (n *Node) tellSessions(ctx context.Context, m *membership, v *state.View) e
 	var news []*clusterv1.Session
 	for _, s := range n.served.Host.Sessions() {
 		s.Id, s.Host = m.id(s.GetId()), m.Host
+		s.Command, s.Message = storable(s.GetCommand()), storable(s.GetMessage())
 		for i, g := range s.GetGpus() {
 			s.Gpus[i] = m.id(g)
 		}
