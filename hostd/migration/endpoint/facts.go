@@ -128,8 +128,11 @@ func (l *Local) cpu(ctx context.Context, x *libvirtxml.Domain) (*gpuctlv1.SiteCP
 	return out, nil
 }
 
-// agentFacts adds what the VM's agent reports.
+// agentFacts adds what the VM's agent reports. One that takes requests and does not answer
+// must not keep who plans for many VMs.
 func (l *Local) agentFacts(ctx context.Context, out *gpuctlv1.SiteMachineFacts) {
+	ctx, cancel := context.WithTimeout(ctx, l.Guests.Patience)
+	defer cancel()
 	hello, err := l.Guests.Hello(ctx, out.GetUuid())
 	if err != nil {
 		out.AgentError = strings.TrimPrefix(err.Error(), errNoAgent.Error()+": ")

@@ -47,7 +47,9 @@ type GuestsConfig struct {
 	// Locks is a folder that only hostd can write to. The folders of VMs' sockets can be
 	// written by the VMs' processes. Empty: beside the sockets, for tests.
 	Locks string
-	Log   *slog.Logger
+	// Patience limits how long a VM may take to say what a plan needs to know; 0: a minute.
+	Patience time.Duration
+	Log      *slog.Logger
 }
 
 // Guests connects to the agents in this host's VMs. It makes connections when they are
@@ -75,6 +77,9 @@ type guest struct {
 
 // NewGuests returns Guests. It does not connect yet.
 func NewGuests(c GuestsConfig) *Guests {
+	if c.Patience == 0 {
+		c.Patience = time.Minute
+	}
 	g := &Guests{GuestsConfig: c, instance: random.Hex(8), open: map[string]*guest{}, relayed: map[string]*relay.Host{}}
 	g.Bulk = g.bulk
 	return g

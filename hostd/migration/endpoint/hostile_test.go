@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"connectrpc.com/connect"
 
@@ -17,13 +18,22 @@ import (
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
-// hostileVM offers a way to it that it does not read, and lists its sessions as it likes.
+// hostileVM offers a way to it that it does not read, and lists its sessions as it likes, or
+// takes requests and does not answer.
 type hostileVM struct {
 	guestAgent
 	gpuctlv1connect.UnimplementedGuestServiceHandler
 
 	list      *gpuctlv1.ListSessionsResponse
 	suspended atomic.Int64
+	mute      bool
+}
+
+func (v *hostileVM) Hello(ctx context.Context, _ *connect.Request[gpuctlv1.HelloRequest]) (*connect.Response[gpuctlv1.HelloResponse], error) {
+	if v.mute {
+		<-ctx.Done()
+	}
+	return connect.NewResponse(&gpuctlv1.HelloResponse{}), ctx.Err()
 }
 
 func (v *hostileVM) OpenBulk(context.Context, *connect.Request[gpuctlv1.OpenBulkRequest]) (*connect.Response[gpuctlv1.OpenBulkResponse], error) {
@@ -108,5 +118,24 @@ func TestSessionThatAVMListsManyTimesIsFrozenOnce(t *testing.T) {
 	err := l.Freeze(t.Context(), &gpuctlv1.SiteSessionsRequest{Machine: &gpuctlv1.SiteMachine{Uuid: "vm"}, Sessions: []string{"s-1"}}, func(uint64, uint64, string) {})
 	if n := v.suspended.Load(); err != nil || n != 1 {
 		t.Errorf("%d suspends: %v", n, err)
+	}
+}
+
+// A VM whose gpuguest takes requests and does not answer is planned for as one without: who
+// drains a host goes on to the next VM.
+func TestPlanDoesNotWaitForAVMThatDoesNotAnswer(t *testing.T) {
+	v := &hostileVM{mute: true}
+	l := v.serve(t, GuestsConfig{Patience: 100 * time.Millisecond})
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	facts := make(chan *gpuctlv1.SiteMachineFacts, 1)
+	go func() {
+		out := &gpuctlv1.SiteMachineFacts{Uuid: "vm"}
+		l.agentFacts(ctx, out)
+		facts <- out
+	}()
+	testkit.Until(t, "there are facts", func() error { return testkit.Want(len(facts) == 1, "it still asks") })
+	if out := <-facts; out.GetAgent() || out.GetAgentError() == "" {
+		t.Errorf("%v", out)
 	}
 }
