@@ -309,10 +309,12 @@ func (c *controller) Freeze(ctx context.Context, r *connect.Request[gpuctlv1.Fre
 	within, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	asked, err := c.s.far.awaitAsked(within, r.Msg.After, r.Msg.Streams)
+	if err == nil {
+		err = c.s.far.drain(within)
+	}
 	if err != nil {
 		return nil, connect.NewError(connect.CodeFailedPrecondition, err)
 	}
-	c.s.far.drain(ctx, limit)
 	if blockers, err := c.s.freeze(ctx, limit); err != nil {
 		ce := connect.NewError(connect.CodeFailedPrecondition, err)
 		if d, derr := connect.NewErrorDetail(&gpuctlv1.SnapshotResponse{Blockers: blockers}); derr == nil {

@@ -249,14 +249,16 @@ func (f *farEnd) sync(ctx context.Context) error {
 	return nil
 }
 
-// drain waits until the requests that have come were taken.
-func (f *farEnd) drain(ctx context.Context, limit time.Duration) {
-	if f == nil {
-		return
-	}
-	for end := time.Now().Add(limit); !f.Empty() && ctx.Err() == nil && time.Now().Before(end); {
+// drain waits until the requests that have come were taken. Nobody else has those that are left in
+// the ring of a far executor: the next executor would never see them.
+func (f *farEnd) drain(ctx context.Context) error {
+	for f != nil && !f.Empty() {
+		if err := ctx.Err(); err != nil {
+			return fmt.Errorf("%w: it has not taken all requests that have come: %w", ErrBusy, err)
+		}
 		time.Sleep(20 * time.Microsecond)
 	}
+	return nil
 }
 
 // own makes the executor the owner of its ring, and fetches what parked requests will read.

@@ -3,12 +3,17 @@ package executor
 import (
 	"bytes"
 	"context"
+	"errors"
 	"log/slog"
 	"runtime"
 	"sync/atomic"
 	"testing"
 	"time"
 
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/opencl/arena"
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
@@ -171,6 +176,28 @@ func TestChunksOfACarrierComeInAnyOrder(t *testing.T) {
 	}
 	if f.chunkFrame(f.chunks[0], link.Frame{Kind: remote.KindLaneFree, Head: remote.Words(1)}) == nil {
 		t.Error("another frame was taken among chunks")
+	}
+}
+
+// A device that is slow leaves requests in the ring of its far executor. Nobody else has them, so
+// the session is not frozen before they are taken.
+func TestFreezeDoesNotLeaveRequestsInTheRingOfAFarExecutor(t *testing.T) {
+	f := testFarEnd(t)
+	s := &session{cfg: Config{Far: &Far{}}, far: f, ring: f, log: slog.New(slog.DiscardHandler), host: hostMemory{all: arena.New(farSplit)}}
+	s.active.Store(true)
+	if err := f.giveCommand(remote.KindRecords, nil, shm.AppendRecord(nil, shm.Record{Op: wire.OpFlush, Slot: 1, Body: make([]byte, 8)})); err != nil {
+		t.Fatal(err)
+	}
+	_, err := (&controller{s: s}).Freeze(t.Context(), connect.NewRequest(&gpuctlv1.FreezeRequest{TimeoutMs: 20}))
+	if connect.CodeOf(err) != connect.CodeFailedPrecondition || !errors.Is(err, ErrBusy) {
+		t.Errorf("the freeze: %v", err)
+	}
+	if s.isFrozen() || s.gate.Load() {
+		t.Error("the session stands still, and a request is left")
+	}
+	// It runs when the device has time.
+	if rec, ok, err := f.Next(make([]byte, wire.MaxRequest)); !ok || err != nil || rec.Op != wire.OpFlush {
+		t.Error(rec, ok, err)
 	}
 }
 
