@@ -381,6 +381,12 @@ func (c *carrier) reportTaken() {
 func (c *carrier) freed(x span) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	for k, m := range c.mappings { // of an object that was released and is never unmapped
+		if x.meets(span{m.Block.At, m.Block.End() - m.Block.At}) {
+			delete(c.mappings, k)
+			c.forget(k)
+		}
+	}
 	size := c.partSize()
 	if own := uint64(c.dialer.Hello.Part); x.off/size == own && (x.off+x.size-1)/size == own {
 		return c.arena.PunchHole(x.off, x.size)

@@ -526,6 +526,31 @@ func TestContentsGoAroundMappings(t *testing.T) {
 	}
 }
 
+// An application may release an object that it has mapped. When its memory is given back, what comes
+// there next is no region of the application's.
+func TestContentsComeToWhereAReleasedObjectWasMapped(t *testing.T) {
+	for name, part := range map[string]uint64{"of this carrier's part": 1, "of the part of an executor before it": 2} {
+		c := newCarrier(t)
+		at := part * c.partSize()
+		region := remote.Range(at, 3*sumPage)
+		f := &farEnd{arena: make([]byte, arenaSize)}
+		f.show(t, c, 70, 1, region, true)
+		if err := c.giveCommand(remote.KindFreed, remote.Words(at, 4*sumPage), nil); err != nil {
+			t.Fatal(err)
+		}
+		contents := bytes.Repeat([]byte{2}, 64)
+		if err := c.store(bytes.NewReader(contents), at, 64); err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(c.arena.Bytes()[at:at+64], contents) {
+			t.Errorf("%s: the contents are lost", name)
+		}
+		if len(c.mappings) != 0 || len(c.shown) != 0 || c.sums != 0 {
+			t.Errorf("%s: %d mappings are kept, and %d sums of %d", name, len(c.mappings), c.sums, len(c.shown))
+		}
+	}
+}
+
 func TestGateWaitsForWhatWasRead(t *testing.T) {
 	var g gate
 	g.init()
