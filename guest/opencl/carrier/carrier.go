@@ -93,13 +93,14 @@ type carrier struct {
 	changed  *sync.Cond
 	mappings map[mapKey]remote.Mapping
 	seed     maphash.Seed
-	shown    map[mapKey]*shown    // of the mappings whose content comes
-	late     []remote.Block       // of a frozen session: unmapped, but the application may still write
-	awaits   map[uint64][]*shown  // by the arena offset at which they begin
-	awaited  int                  // in awaits
-	sums     int                  // in shown
-	current  *shown               // the one that is being shown
-	reads    map[uint32][2]uint64 // staged reads under way: range by completion word
+	shown    map[mapKey]*shown         // of the mappings whose content comes
+	late     []remote.Block            // of a frozen session: unmapped, but the application may still write
+	unmapped map[remote.Block]struct{} // that the application may have written, since the copy of contents that runs has begun; nil: none runs
+	awaits   map[uint64][]*shown       // by the arena offset at which they begin
+	awaited  int                       // in awaits
+	sums     int                       // in shown
+	current  *shown                    // the one that is being shown
+	reads    map[uint32][2]uint64      // staged reads under way: range by completion word
 	synced   map[*link.Stream]uint64
 	syncs    uint64
 	marked   uint64 // the last mark on the stream of commands

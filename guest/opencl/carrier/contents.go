@@ -1,6 +1,7 @@
 package carrier
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -248,6 +249,35 @@ func (c *carrier) eachNewer(f func(x *remote.Block, end uint64)) {
 	for i := range c.late {
 		f(&c.late[i], c.late[i].End())
 	}
+	for x := range c.unmapped {
+		f(&x, x.End())
+	}
+}
+
+// beginCopy begins a copy of contents while the session runs. What is unmapped until its end was
+// perhaps written, is perhaps still to be sent from where it is, and is copied again later.
+func (c *carrier) beginCopy() (end func() error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.unmapped = map[remote.Block]struct{}{}
+	return func() error {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		n := len(c.unmapped)
+		c.unmapped = nil
+		if n >= mostShown {
+			return connect.NewError(connect.CodeAborted, fmt.Errorf("the application has unmapped %d regions while contents were copied: too many to go around", n))
+		}
+		return nil
+	}
+}
+
+// keepUnmapped keeps contents that are being copied from a region that was unmapped just now. The
+// caller holds c.mu.
+func (c *carrier) keepUnmapped(m remote.Mapping, s *shown) {
+	if c.unmapped != nil && m.Writes && (s == nil || !s.hidden()) && len(c.unmapped) < mostShown {
+		c.unmapped[m.Block] = struct{}{}
+	}
 }
 
 // keepLate records regions that the application may still write though it has asked to unmap
@@ -343,6 +373,10 @@ func (a *adding) Send(p *gpuctlv1.Progress) error {
 
 // exportHome passes on what the far executor sends for a request.
 func (c *carrier) exportHome(ctx context.Context, peer string, req *gpuctlv1.ExportRequest, out sender[gpuctlv1.Progress]) (err error) {
+	if !req.Final {
+		end := c.beginCopy()
+		defer func() { err = cmp.Or(err, end()) }()
+	}
 	target, err := net.DialTimeout("unix", peer, remote.GreetTimeout)
 	if err != nil {
 		return connect.NewError(connect.CodeInternal, fmt.Errorf("reach the target executor: %w", err))

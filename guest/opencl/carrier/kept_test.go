@@ -20,6 +20,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
+	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
@@ -177,6 +178,69 @@ func localTarget(t *testing.T) (path string, got chan []byte) {
 type noProgress struct{}
 
 func (noProgress) Send(*gpuctlv1.Progress) error { return nil }
+
+// busyHost is a far host whose application does something while its contents are copied.
+type busyHost struct {
+	*farHost
+	does func()
+}
+
+// Export implements ExecutorService.
+func (h *busyHost) Export(ctx context.Context, r *connect.Request[gpuctlv1.ExportRequest], out *connect.ServerStream[gpuctlv1.Progress]) error {
+	h.does()
+	return h.farHost.Export(ctx, r, out)
+}
+
+// Contents that are copied while the session runs may come after a region of theirs was mapped,
+// written and unmapped. What was written is sent from there, maybe later, as the connection takes it, or
+// when there is one again; and the application may still write if the unmap waits for an event of its
+// own. What it has not seen it has not written.
+func TestContentsThatAreCopiedDoNotOverwriteWhatWasUnmapped(t *testing.T) {
+	region := remote.Range(4096, 64<<10)
+	newer := bytes.Repeat([]byte{7}, 64<<10)
+	for name, x := range map[string]struct{ shown, keeps bool }{"shown": {true, true}, "not shown yet": {false, false}} {
+		c := newCarrier(t)
+		h := &busyHost{farHost: newFarHost(t, c)}
+		srv := httptest.NewServer(second(gpuctlv1connect.NewExecutorServiceHandler(h)))
+		t.Cleanup(srv.Close)
+		c.far = gpuctlv1connect.NewExecutorServiceClient(srv.Client(), srv.URL)
+		h.does = func() {
+			m := remote.Mapping{Mem: 3, ID: 4, Writes: true, Comes: !x.shown, Block: region}
+			if err := c.giveCommand(remote.KindMapped, m.Append(nil), nil); err != nil {
+				t.Error(err)
+			}
+			if x.shown {
+				copy(c.arena.Bytes()[region.At:], newer)
+			}
+			b := &batch{}
+			u := &wire.Unmap{Mem: 3, Map: 4}
+			if err := errors.Join(c.take(b, shm.Record{Op: wire.OpUnmap, Slot: wire.NoSlot, Body: u.Append(nil)}), c.flush(b)); err != nil {
+				t.Error(err)
+			}
+		}
+		target, _ := localTarget(t)
+		export := func() {
+			if err := c.export(testkit.Context(t), &gpuctlv1.ExportRequest{Peer: target}, noProgress{}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		export()
+		far := attach(t, c) // the connection is back
+		if err := c.commands.Drain(testkit.Context(t)); err != nil {
+			t.Fatal(err)
+		}
+		if sent := far.arena[region.At:region.End()]; x.shown && !bytes.Equal(sent, newer) {
+			t.Errorf("%s: the far executor got %q, and not what the application has written", name, sent[:4])
+		}
+		if here := c.arena.Bytes()[region.At:region.End()]; bytes.Equal(here, newer) != x.keeps {
+			t.Errorf("%s: the region has %q", name, here[:4])
+		}
+		h.does = func() {} // the next copy is of what the far executor has now
+		if export(); string(c.arena.Bytes()[region.At:region.At+4]) != "gpu!" {
+			t.Errorf("%s: the next copy has not come", name)
+		}
+	}
+}
 
 // Exports to one target use one connection with the far host, so that none is made while the
 // application stands still. A far host of an earlier version closes it each time.

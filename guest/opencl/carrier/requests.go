@@ -219,6 +219,7 @@ func (c *carrier) take(t *batch, rec shm.Record) error {
 				blocks = x.Block
 			}
 			had = c.forget(k)
+			c.keepUnmapped(x, had)
 		}
 		c.mu.Unlock()
 	}
