@@ -4,7 +4,9 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"io"
 	"log/slog"
+	"net"
 	"runtime"
 	"sync/atomic"
 	"testing"
@@ -198,6 +200,39 @@ func TestFreezeDoesNotLeaveRequestsInTheRingOfAFarExecutor(t *testing.T) {
 	// It runs when the device has time.
 	if rec, ok, err := f.Next(make([]byte, wire.MaxRequest)); !ok || err != nil || rec.Op != wire.OpFlush {
 		t.Error(rec, ok, err)
+	}
+}
+
+// The first connection of a carrier may break before it is answered. The next one is the first then.
+func TestFirstConnectionThatBreaksDoesNotTakeTheLease(t *testing.T) {
+	v := &farServer{first: make(chan remote.Hello, 1), ctrl: newCarried()}
+	hello := remote.Hello{Carrier: link.ID{1}, ArenaSize: farArena, ArenaSplit: farSplit, Generation: 1}
+	come := func(h remote.Hello, broken bool) error {
+		a, b := net.Pipe()
+		t.Cleanup(func() { a.Close(); b.Close() })
+		if broken {
+			b.Close()
+		} else {
+			go func() { _, _ = io.Copy(io.Discard, b) }()
+		}
+		return v.admit(arrival{a, remote.Commands, h})
+	}
+	if err := come(hello, true); err == nil {
+		t.Fatal("a broken connection was taken")
+	}
+	if err := come(hello, false); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case h := <-v.first:
+		if !h.Same(hello) {
+			t.Error("another carrier has come:", h)
+		}
+	default:
+		t.Error("the far executor waits for a carrier, which has come")
+	}
+	if err := come(remote.Hello{Carrier: link.ID{2}, ArenaSize: farArena, ArenaSplit: farSplit, Generation: 1}, false); !errors.Is(err, errOther) {
+		t.Errorf("a second carrier: %v", err)
 	}
 }
 

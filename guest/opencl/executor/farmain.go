@@ -196,14 +196,10 @@ func (v *farServer) between(conn net.Conn, as remote.Handed) error {
 func (v *farServer) admit(a arrival) error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	first := v.hello == nil
-	if first {
-		v.hello = &a.hello
-	}
 	err := error(nil)
 	const most = 16
 	switch {
-	case !v.hello.Same(a.hello):
+	case v.hello != nil && !v.hello.Same(a.hello):
 		err = errOther
 	case v.s == nil && len(v.wait) >= most:
 		err = fmt.Errorf("%d connections wait already: %w", most, errOther)
@@ -212,7 +208,8 @@ func (v *farServer) admit(a arrival) error {
 		a.conn.Close()
 		return errors.Join(err, werr)
 	}
-	if first {
+	if v.hello == nil {
+		v.hello = &a.hello
 		v.first <- a.hello
 	}
 	if v.s == nil {
