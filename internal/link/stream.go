@@ -34,6 +34,9 @@ type Frame struct {
 	Kind uint16
 	Head []byte // small, and in a form that the user chooses
 	Body []byte
+	// Stays says that the body is memory that is there anyway. It does not count as unacknowledged,
+	// so that who sends it does not wait for the peer's acknowledgements.
+	Stays bool
 }
 
 // Options of a stream. ID is required; a zero is replaced by the default.
@@ -63,7 +66,7 @@ type Stream struct {
 	kept      []*kept // frames that were not acknowledged, in order
 	first     uint64  // number of the first of them
 	written   uint64  // number of the first that was not passed to conn
-	unacked   int     // bytes in kept
+	unacked   int     // bytes in kept, without those that stay
 	unwritten int     // of them, at most, bytes that were not passed to conn
 	taken     uint64  // number of the last frame that the handler has taken
 	said      uint64  // the last acknowledgement that was passed to conn
@@ -78,6 +81,7 @@ type Stream struct {
 type kept struct {
 	small []byte // header, head, and the body if it is small
 	large []byte
+	takes int // bytes of unacked
 	done  func()
 }
 
@@ -130,10 +134,14 @@ func (s *Stream) add(ctx context.Context, f Frame, done func(), now bool) error 
 		k.large = f.Body
 	}
 	k.small = make([]byte, 0, size-len(k.large))
+	k.takes = size
+	if f.Stays {
+		k.takes = cap(k.small)
+	}
 
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if err := s.await(ctx, func() bool { return s.unacked == 0 || s.unacked+size <= s.o.Unacked }); err != nil {
+	if err := s.await(ctx, func() bool { return s.unacked == 0 || s.unacked+k.takes <= s.o.Unacked }); err != nil {
 		return err
 	}
 	h.number = s.next()
@@ -142,7 +150,7 @@ func (s *Stream) add(ctx context.Context, f Frame, done func(), now bool) error 
 		k.small = append(k.small, f.Body...)
 	}
 	s.kept = append(s.kept, k)
-	s.unacked += size
+	s.unacked += k.takes
 	if s.unwritten += size; now || s.unwritten >= posted {
 		s.flush(h.number)
 	}
@@ -221,7 +229,7 @@ func (s *Stream) acknowledge(number uint64) error {
 	for ; s.first <= number; s.first++ {
 		k := s.kept[n]
 		s.kept[n] = nil
-		s.unacked -= len(k.small) + len(k.large)
+		s.unacked -= k.takes
 		if k.done != nil {
 			k.done()
 		}

@@ -78,9 +78,10 @@ func (f *farEnd) send(s *link.Stream, kind uint16, head, body []byte) {
 	}
 }
 
-// post sends a frame of the stream of commands that may wait for the next one there.
-func (f *farEnd) post(kind uint16, head, body []byte) {
-	if err := f.commands.Post(f.ctx, link.Frame{Kind: kind, Head: head, Body: body}); err != nil && f.ctx.Err() == nil {
+// post sends a frame of the stream of commands that may wait for the next one there. stays says that
+// the body is in the arena.
+func (f *farEnd) post(kind uint16, head, body []byte, stays bool) {
+	if err := f.commands.Post(f.ctx, link.Frame{Kind: kind, Head: head, Body: body, Stays: stays}); err != nil && f.ctx.Err() == nil {
 		f.log.Warn("send to the carrier", "kind", kind, "err", err)
 	}
 }
@@ -341,13 +342,14 @@ func (s *session) shows(x *cmd, b remote.Block) {
 }
 
 // show sends what a command has written. What says that it has ended follows: a reply, a
-// completion word or a callback.
+// completion word or a callback. It does not wait for acknowledgements: these come after the requests
+// for which there is no room in the ring until the caller, who holds s.mu, goes on.
 func (s *session) show(b remote.Block) {
 	if s.far == nil || b.Row == 0 || b.Check(s.arena.Size()) != nil {
 		return
 	}
 	_ = b.Split(1<<20, func(x remote.Block) error {
-		s.far.post(remote.KindBlock, x.Append(nil), x.Bytes(s.arena.Bytes()))
+		s.far.post(remote.KindBlock, x.Append(nil), x.Bytes(s.arena.Bytes()), x.Tight())
 		return nil
 	})
 }
@@ -359,7 +361,7 @@ func (s *session) mapped(m *mem, mp *mapping) {
 		return
 	}
 	x := remote.Mapping{Mem: m.id, ID: mp.ID, Writes: mp.writes(), Comes: mp.unseen, Block: m.block(mp)}
-	s.far.post(remote.KindMapped, x.Append(nil), nil)
+	s.far.post(remote.KindMapped, x.Append(nil), nil, false)
 }
 
 // exportHome sends contents through the carrier to the target of a swap, over a connection that

@@ -20,6 +20,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 	"github.com/gpuctl/gpuctl/internal/link"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 const (
@@ -201,6 +202,71 @@ func TestFreezeDoesNotLeaveRequestsInTheRingOfAFarExecutor(t *testing.T) {
 	if rec, ok, err := f.Next(make([]byte, wire.MaxRequest)); !ok || err != nil || rec.Op != wire.OpFlush {
 		t.Error(rec, ok, err)
 	}
+}
+
+// What a map command shows may be more than may be under way, and meanwhile the application may ask for
+// more than the ring has room for. The acknowledgements come after those requests.
+func TestMuchIsShownWhileRequestsFillTheRing(t *testing.T) {
+	const size = 96 << 20
+	f := testFarEnd(t)
+	peer := link.New(link.Options{ID: link.ID{1}, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody})
+	a, b := net.Pipe()
+	ctx, cancel := context.WithCancel(t.Context())
+	served := make(chan error, 2)
+	go func() { served <- f.commands.Serve(ctx, a, f.command) }()
+	got := 0
+	all := make(chan struct{})
+	go func() {
+		served <- peer.Serve(ctx, b, func(fr link.Frame) error {
+			if got += len(fr.Body); fr.Kind == remote.KindPend {
+				close(all)
+			}
+			return nil
+		})
+	}()
+	batch, records := []byte(nil), 0
+	for ; len(batch) < 15<<10; records++ {
+		batch = shm.AppendRecord(batch, shm.Record{Op: wire.OpFlush, Slot: wire.NoSlot, Body: make([]byte, 120)})
+	}
+	const batches = 2 * wire.RingSize / (15 << 10)
+	for range batches {
+		if err := peer.Send(t.Context(), link.Frame{Kind: remote.KindRecords, Body: batch}, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	testkit.Until(t, "a full ring", func() error {
+		waits := f.region.Load32(wire.HdrSpace)
+		return testkit.Want(waits == 1, waits)
+	})
+	shown := make(chan struct{})
+	go func() {
+		defer close(shown)
+		s := &session{far: f, arena: f.arena}
+		s.show(remote.Range(0, size))
+		s.far.say(remote.KindPend, 1, wire.PendDone)
+	}()
+	for what, c := range map[string]chan struct{}{"shows": shown, "has shown": all} {
+		select {
+		case <-c:
+		case <-testkit.Context(t).Done():
+			t.Fatalf("nobody %s it", what)
+		}
+	}
+	if got != size {
+		t.Errorf("%d bytes have come, not %d", got, size)
+	}
+	buf := make([]byte, wire.MaxRequest)
+	for n := 0; n < batches*records; {
+		if _, ok, err := f.Next(buf); err != nil {
+			t.Fatal(err)
+		} else if ok {
+			f.Advance()
+			n++
+		}
+	}
+	cancel()
+	<-served
+	<-served
 }
 
 // The first connection of a carrier may break before it is answered. The next one is the first then.
