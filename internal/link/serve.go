@@ -15,7 +15,8 @@ import (
 // heard is a connection that counts what was heard.
 type heard struct {
 	net.Conn
-	n atomic.Int64
+	n      atomic.Int64
+	taking atomic.Bool // the handler has a frame, and nobody listens
 }
 
 func (h *heard) Read(b []byte) (int, error) {
@@ -147,7 +148,9 @@ func (s *Stream) read(c *heard, handle func(Frame) error) error {
 			return err
 		}
 		if err == nil {
+			c.taking.Store(true)
 			err = handle(f)
+			c.taking.Store(false)
 		}
 		if err != nil {
 			return s.fail(fmt.Errorf("frame %d of kind %d: %w", h.number, h.kind, err))
@@ -225,7 +228,7 @@ func (s *Stream) listen(c *heard, over <-chan struct{}) {
 			return
 		case <-tick.C:
 		}
-		if n := c.n.Load(); n != last {
+		if n := c.n.Load(); n != last || c.taking.Load() {
 			last, silent = n, 0
 		} else if silent++; silent >= 3 {
 			_ = c.Close()

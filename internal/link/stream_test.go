@@ -222,6 +222,39 @@ func TestSilenceIsABreak(t *testing.T) {
 	})
 }
 
+// A peer is not silent while nobody listens to it: the handler may take its time, and what this end
+// sends meanwhile arrives.
+func TestConnectionOutlivesAFrameThatTakesLong(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		a, b := pair(t, Options{Silence: 15 * time.Second})
+		x, y := net.Pipe()
+		ctx, cancel := context.WithCancel(t.Context())
+		begun, may := make(chan struct{}), make(chan struct{})
+		got := make(chan struct{}, 1)
+		done := make(chan error, 2)
+		go func() { done <- a.Serve(ctx, x, func(Frame) error { close(begun); <-may; return nil }) }()
+		go func() { done <- b.Serve(ctx, y, func(Frame) error { got <- struct{}{}; return nil }) }()
+		if err := b.Send(t.Context(), Frame{}, nil); err != nil {
+			t.Fatal(err)
+		}
+		<-begun
+		time.Sleep(time.Hour)
+		if err := a.Send(t.Context(), Frame{}, nil); err != nil {
+			t.Fatal(err)
+		}
+		synctest.Wait()
+		select {
+		case <-got:
+		default:
+			t.Error("the connection is broken: what is sent does not arrive")
+		}
+		close(may)
+		cancel()
+		<-done
+		<-done
+	})
+}
+
 // talk serves a stream that says hello to bytes of a peer, and returns how that ended.
 func talk(t testing.TB, s *Stream, handle func(Frame) error, peer []byte) error {
 	x, y := net.Pipe()
