@@ -105,6 +105,9 @@ func (s *Stream) greet(c *heard) error {
 	s.conn, s.written, s.said, s.unsaid = c, expected, s.taken, 0
 	s.flushAside()
 	s.mu.Unlock()
+	if s.o.Greeted != nil {
+		s.o.Greeted()
+	}
 	return nil
 }
 

@@ -50,6 +50,8 @@ type Options struct {
 	// Place returns memory of n bytes for the body of a frame. Without it, the memory is
 	// allocated. It is called again for a frame whose connection broke in the middle.
 	Place func(kind uint16, head []byte, n int) ([]byte, error)
+	// Greeted is called when the peer has said hello on a connection: it serves this stream, too.
+	Greeted func()
 }
 
 // Stream is one end.

@@ -61,12 +61,12 @@ func newFarEnd(ctx context.Context, ring, arena *shm.Region, hello remote.Hello,
 	for i := range f.lanes {
 		f.lanes[i].news = make(chan struct{}, 1)
 	}
-	stream := func(r remote.Role, place func(uint16, []byte, int) ([]byte, error)) *link.Stream {
-		return link.New(link.Options{ID: hello.Stream(r), MaxHead: remote.MaxHead, MaxBody: remote.MaxBody, Place: place})
+	stream := func(r remote.Role, place func(uint16, []byte, int) ([]byte, error), greeted func()) *link.Stream {
+		return link.New(link.Options{ID: hello.Stream(r), MaxHead: remote.MaxHead, MaxBody: remote.MaxBody, Place: place, Greeted: greeted})
 	}
-	f.commands, f.bulk = stream(remote.Commands, f.placeCommand), stream(remote.Bulk, f.placeBulk)
+	f.commands, f.bulk = stream(remote.Commands, f.placeCommand, nil), stream(remote.Bulk, f.placeBulk, nil)
 	for i := range f.chunks {
-		f.chunks[i] = stream(remote.Chunks+remote.Role(i), f.placeBulk)
+		f.chunks[i] = stream(remote.Chunks+remote.Role(i), f.placeBulk, func() { f.join(f.chunks[i]) })
 	}
 	return f, nil
 }

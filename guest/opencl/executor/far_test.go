@@ -302,6 +302,40 @@ func TestFirstConnectionThatBreaksDoesNotTakeTheLease(t *testing.T) {
 	}
 }
 
+// A stream of chunks whose connection broke before the carrier knew that it was taken may never be
+// connected again. Chunks do not go there.
+func TestChunksDoNotGoWhereTheCarrierHasNotCome(t *testing.T) {
+	f := testFarEnd(t)
+	v := &farServer{s: &session{far: f}}
+	come := func() net.Conn {
+		a, b := net.Pipe()
+		t.Cleanup(func() { b.Close() })
+		v.mu.Lock()
+		defer v.mu.Unlock()
+		v.serve(arrival{conn: a, role: remote.Chunks})
+		return b
+	}
+	joined := func() int {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		return len(f.joined)
+	}
+	come().Close()
+	testkit.Until(t, "the end of the connection", func() error {
+		v.mu.Lock()
+		defer v.mu.Unlock()
+		return testkit.Want(v.live == 0 && !v.seen.IsZero(), v.live)
+	})
+	if n := joined(); n != 0 {
+		t.Errorf("%d streams are used", n)
+	}
+	carrier := link.New(link.Options{ID: f.hello.Stream(remote.Chunks)})
+	t.Cleanup(carrier.Close)
+	conn := come()
+	go func() { _ = carrier.Serve(t.Context(), conn, func(link.Frame) error { return nil }) }()
+	testkit.Until(t, "a stream for chunks", func() error { return testkit.Want(joined() == 1, joined()) })
+}
+
 // A carrier that asks and never reads does not make the far executor keep an answer to each
 // question: the newest is answered, which answers all before it.
 func TestQuestionsOfACarrierThatDoesNotReadCostNothing(t *testing.T) {

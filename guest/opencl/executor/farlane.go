@@ -107,7 +107,8 @@ func (f *farEnd) sendChunks(l *farLane, start remote.LaneStart, more <-chan stru
 	}
 }
 
-// join notes that a stream of chunks has been connected.
+// join notes that a stream of chunks has been connected, and that the carrier knows it. One that has
+// lost the answer may not come again, and would never get what is sent there.
 func (f *farEnd) join(st *link.Stream) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -243,7 +243,6 @@ func (v *farServer) serve(a arrival) {
 	far := v.s.far
 	if n, ok := a.role.ChunkStream(); ok {
 		st := far.chunks[n]
-		far.join(st)
 		go v.stream(st, a.conn, func(fr link.Frame) error { return far.chunkFrame(st, fr) })
 		return
 	}
