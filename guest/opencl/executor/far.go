@@ -293,9 +293,17 @@ func (f *farEnd) own(ctx context.Context, s *session) error {
 }
 
 // tellMaps tells a new carrier of the mappings that there are, and reports whether there are any.
-// Those that parked commands are to show will come.
+// Those that parked commands are to show will come. It does not see requests to unmap that are parked,
+// and would keep contents from such a region for ever, so it is told of it only if it is to be shown.
 func (s *session) tellMaps() (told bool) {
+	ends := map[*mapping]bool{}
 	for _, p := range s.parked {
+		var u wire.Unmap
+		if p.op == wire.OpUnmap && u.Decode(p.body) == nil {
+			if m := lookupFor[mem](s, p, u.Mem); m != nil {
+				ends[m.maps[u.Map]] = true
+			}
+		}
 		object, id, ok := maps(p.op, p.body)
 		if !ok {
 			continue
@@ -307,8 +315,10 @@ func (s *session) tellMaps() (told bool) {
 	s.each(func(_ uint32, _ uint64, o any) {
 		if m, ok := o.(*mem); ok {
 			for _, mp := range m.maps {
-				s.mapped(m, mp)
-				told = true
+				if mp.unseen || !ends[mp] {
+					s.mapped(m, mp)
+					told = true
+				}
 			}
 		}
 	})

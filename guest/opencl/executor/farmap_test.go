@@ -3,6 +3,7 @@ package executor
 import (
 	"context"
 	"log/slog"
+	stdmaps "maps"
 	"net"
 	"testing"
 
@@ -80,5 +81,63 @@ func TestRestoredMappingsThatAreYetToRunCome(t *testing.T) {
 	}
 	if u := (&wire.Unmap{Mem: wire.FirstID, Map: 2}); s.reads(park(u, wire.OpUnmap, nil)).Row != 0 {
 		t.Error("older bytes of the application are fetched")
+	}
+}
+
+// A request to unmap that is parked was read before the swap. The next carrier does not see it, so
+// it is not told of the mapping: it would take it for one that never ends.
+func TestRestoredMappingsThatAreYetToEndAreNotTold(t *testing.T) {
+	f := testFarEnd(t)
+	told := map[uint32]bool{}
+	all := make(chan struct{})
+	peer := link.New(link.Options{ID: link.ID{1}, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody})
+	a, b := net.Pipe()
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 2)
+	go func() { done <- f.commands.Serve(ctx, a, func(link.Frame) error { return nil }) }()
+	go func() {
+		done <- peer.Serve(ctx, b, func(fr link.Frame) error {
+			if fr.Kind != remote.KindMapped {
+				close(all)
+				return nil
+			}
+			m, err := remote.ParseMapping(fr.Head, farSplit)
+			told[m.ID] = true
+			return err
+		})
+	}()
+	t.Cleanup(func() { cancel(); <-done; <-done })
+
+	m := &mem{id: wire.FirstID, size: 1 << 20, maps: map[uint32]*mapping{}}
+	for id := range uint32(3) {
+		m.maps[id] = &mapping{ID: id, Flags: cl.MapWrite, At: uint64(id) << 16, Size: 1 << 16}
+	}
+	park := func(m wire.Request, op wire.Op) *parkedCall {
+		return &parkedCall{call: call{op, wire.NoSlot, m.Append(nil)}}
+	}
+	s := &session{
+		far: f, log: slog.New(slog.DiscardHandler), objs: make([]any, wire.FirstID+1), serials: make([]uint64, wire.FirstID+1),
+		parked: []*parkedCall{
+			park(&wire.Unmap{Mem: wire.FirstID, Map: 1}, wire.OpUnmap),
+			park(&wire.MapBuffer{Mem: wire.FirstID, Map: 2, Flags: cl.MapWrite}, wire.OpMapBuffer),
+			park(&wire.Unmap{Mem: wire.FirstID, Map: 2}, wire.OpUnmap),
+		},
+	}
+	s.objs[wire.FirstID] = m
+	s.mu.Lock()
+	s.tellMaps()
+	s.mu.Unlock()
+	f.say(remote.KindSync, 1)
+	select {
+	case <-all:
+	case <-testkit.Context(t).Done():
+		t.Fatal("nothing has come")
+	}
+	// The first lasts, and the third is still to be shown.
+	if want := map[uint32]bool{0: true, 2: true}; !stdmaps.Equal(told, want) {
+		t.Errorf("told of %v, not %v", told, want)
+	}
+	if x := s.reads(s.parked[0]); x.At != 1<<16 {
+		t.Errorf("what the application has written is not fetched: %+v", x)
 	}
 }
