@@ -32,8 +32,8 @@ type sink interface {
 	// shares reports whether the receiver uses contents in the arena where they are, so
 	// that they need not be moved.
 	shares() bool
-	// inPlace reports whether the receiver can read the arena itself.
-	inPlace() bool
+	// inPlace reports whether the receiver can read the object in the arena itself.
+	inPlace(m *mem) bool
 	// chunk is the largest size of a batch in bytes.
 	chunk() uint64
 }
@@ -174,20 +174,21 @@ func (s *session) pump(ctx context.Context, ps []piece, out sink, sent func(uint
 		return nil
 	}
 	defer func() { await(lastEvs) }()
+	here := func(m *mem) bool { return m.unified && out.inPlace(m) }
 	for len(ps) > 0 {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
 		var n int
 		var size uint64
-		for n < len(ps) && n < batchPieces && (n == 0 || size+ps[n].padded() <= out.chunk()) && ps[n].m.unified == ps[0].m.unified {
+		for n < len(ps) && n < batchPieces && (n == 0 || size+ps[n].padded() <= out.chunk()) && here(ps[n].m) == here(ps[0].m) {
 			size += ps[n].padded()
 			n++
 		}
 		b := ps[:n]
 		ps = ps[n:]
 		var evs []cl.Event
-		if b[0].m.unified && out.inPlace() {
+		if here(b[0].m) {
 			for k := range b {
 				b[k].At = b[k].m.arena + b[k].Off
 			}
@@ -328,8 +329,11 @@ func (p *peerSink) takes(mapped bool) bool {
 }
 
 func (p *peerSink) shares() bool  { return p.unif }
-func (p *peerSink) inPlace() bool { return true }
 func (p *peerSink) chunk() uint64 { return windowChunk }
+
+// inPlace implements sink. A carrier stores no contents where it believes that the application has
+// something mapped.
+func (p *peerSink) inPlace(m *mem) bool { return !p.bytes || !m.mapFailed.Load() }
 
 func (p *peerSink) place(ps []piece) error {
 	s := p.s

@@ -5,7 +5,9 @@ import (
 	"log/slog"
 	stdmaps "maps"
 	"net"
+	"slices"
 	"testing"
+	"unsafe"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
@@ -139,5 +141,57 @@ func TestRestoredMappingsThatAreYetToEndAreNotTold(t *testing.T) {
 	}
 	if x := s.reads(s.parked[0]); x.At != 1<<16 {
 		t.Errorf("what the application has written is not fetched: %+v", x)
+	}
+}
+
+// pieces is a receiver that takes contents.
+type pieces struct {
+	*peerSink
+	window []byte
+	placed []uint32 // objects whose bytes went through the window
+	got    []uint32 // objects
+}
+
+func (p *pieces) place(ps []piece) error {
+	for i := range ps {
+		ps[i].ptr = unsafe.Pointer(&p.window[0])
+		p.placed = append(p.placed, ps[i].ID)
+	}
+	return nil
+}
+
+func (p *pieces) accept(ps []piece) error {
+	for i := range ps {
+		p.got = append(p.got, ps[i].ID)
+	}
+	return nil
+}
+
+// A carrier is not told that a map command has failed, and goes on to keep contents from where the
+// mapping would be. So those of the object do not go there.
+func TestContentsAfterAMapThatFailedGoThroughTheWindow(t *testing.T) {
+	f := testFarEnd(t)
+	const first, second = wire.FirstID, wire.FirstID + 1
+	s := &session{far: f, ring: f, arena: f.arena, split: farSplit, log: slog.New(slog.DiscardHandler), objs: make([]any, second+1), serials: make([]uint64, second+1)}
+	for id := uint32(first); id <= second; id++ {
+		s.objs[id] = &mem{id: id, size: 4096, unified: true, hasArena: true, arena: uint64(id) << 16, vendor: 1, dirty: make([]bool, 1)}
+	}
+	s.arenaBytes(first<<16, 4096)[0] = 7
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	out, err := s.mapBuffer(call{op: wire.OpMapBuffer, slot: 1}, &wire.MapBuffer{Queue: wire.FirstID + 9, Mem: first, Map: 1, Flags: cl.MapWrite, Size: 4096})
+	if err != nil || out.status != cl.InvalidCommandQueue {
+		t.Fatal(out, err)
+	}
+	to := &pieces{peerSink: &peerSink{bytes: true}, window: make([]byte, 4096)}
+	if !lookup[mem](s, first).dirty[0] {
+		t.Error("what was on its way is not sent again")
+	}
+	ps := []piece{{m: lookup[mem](s, first), ID: first, N: 4096}, {m: lookup[mem](s, second), ID: second, N: 4096}}
+	if err := s.pump(t.Context(), ps, to, func(uint64) {}); err != nil {
+		t.Fatal(err)
+	}
+	if !slices.Equal(to.got, []uint32{first, second}) || !slices.Equal(to.placed, []uint32{first}) || to.window[0] != 7 {
+		t.Errorf("of the objects %v, %v went through the window, which has %d", to.got, to.placed, to.window[0])
 	}
 }

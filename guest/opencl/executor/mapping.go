@@ -284,6 +284,11 @@ func (s *session) mapping(c call, m wire.Request, queueID, eventID uint32, wait 
 	case out.status != cl.Success:
 		if mp != nil {
 			delete(o.maps, mp.ID)
+			if s.far != nil {
+				root, _ := o.hostRoot()
+				root.mapFailed.Store(true)
+				root.markAll() // what is on its way may be left out already
+			}
 			if mp.shownFirst() { // a carrier waits for each that it is told of
 				s.show(o.block(mp))
 			}

@@ -2,6 +2,7 @@ package executor
 
 import (
 	"runtime"
+	"sync/atomic"
 	"time"
 	"unsafe"
 
@@ -129,7 +130,8 @@ type mem struct {
 	extra    []span // further ranges, which mappings from before a swap use
 
 	wasMapped bool
-	pinTried  bool // the driver was asked to pin the shadow
+	mapFailed atomic.Bool // a map command has failed, of which a carrier was told as if it had not
+	pinTried  bool        // the driver was asked to pin the shadow
 
 	dirty    []bool // for each dirtyChunk bytes: differs from the last export
 	known    uint32 // its id in the last graph or export, under which the receiver has it

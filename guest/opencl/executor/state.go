@@ -102,10 +102,10 @@ func (w *stateFile) knows(_ uint32, serial uint64, m *mem) bool {
 
 func (w *stateFile) takes(bool) bool { return true }
 
-func (w *stateFile) shares() bool  { return w.memory }
-func (w *stateFile) inPlace() bool { return true }
-func (w *stateFile) chunk() uint64 { return windowChunk }
-func (w *stateFile) close() error  { return nil }
+func (w *stateFile) shares() bool      { return w.memory }
+func (w *stateFile) inPlace(*mem) bool { return true }
+func (w *stateFile) chunk() uint64     { return windowChunk }
+func (w *stateFile) close() error      { return nil }
 
 // reserve reserves space for each object that has none yet.
 func (w *stateFile) reserve() error {

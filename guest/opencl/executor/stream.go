@@ -41,10 +41,10 @@ func (o *streamSink) knows(uint32, uint64, *mem) bool { return true }
 
 func (o *streamSink) takes(bool) bool { return true }
 
-func (o *streamSink) shares() bool  { return false }
-func (o *streamSink) inPlace() bool { return false }
-func (o *streamSink) close() error  { return nil }
-func (o *streamSink) chunk() uint64 { return streamChunk }
+func (o *streamSink) shares() bool      { return false }
+func (o *streamSink) inPlace(*mem) bool { return false }
+func (o *streamSink) close() error      { return nil }
+func (o *streamSink) chunk() uint64     { return streamChunk }
 
 // place makes the device write into the next chunk of the window. The former bytes of that
 // chunk were sent, because accept returns only after that.
