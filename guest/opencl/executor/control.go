@@ -90,6 +90,7 @@ func (s *session) snapshot() (*connect.Response[gpuctlv1.SnapshotResponse], erro
 	if err != nil {
 		return nil, err
 	}
+	s.checkConst()
 	return connect.NewResponse(&gpuctlv1.SnapshotResponse{Graph: b, Usage: s.describe(), Dirty: s.dirtyBytes()}), nil
 }
 

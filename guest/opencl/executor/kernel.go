@@ -201,7 +201,8 @@ func (s *session) setArg(m *wire.SetArg) (outcome, error) {
 
 // written lists the memory objects that a launch with the present arguments may write.
 func (s *session) written(k *kernel) []*mem {
-	if !k.stale {
+	believed := s.believes(k.prog)
+	if !k.stale && k.believed == believed {
 		return k.writes
 	}
 	k.writes = k.writes[:0]
@@ -212,7 +213,7 @@ func (s *session) written(k *kernel) []*mem {
 		}
 		switch a.kind {
 		case wire.ArgMem:
-			if in.flags&argConstSpace != 0 || in.flags&argConst != 0 && k.prog.exact {
+			if in.flags&argConstSpace != 0 || in.flags&argConst != 0 && believed {
 				continue
 			}
 		case wire.ArgImage:
@@ -226,7 +227,7 @@ func (s *session) written(k *kernel) []*mem {
 			k.writes = append(k.writes, m)
 		}
 	}
-	k.stale = false
+	k.stale, k.believed = false, believed
 	return k.writes
 }
 

@@ -186,10 +186,11 @@ type program struct {
 	ghost    uint32       // its id after the release
 	desc     *description // of the last build
 	told     told
-	recalled bool // created from the vendor's binary
-	loaded   bool // from a container: an empty option string means the options in the container
-	kernels  int  // kernel objects that were created from it
-	exact    bool // arguments declared const are never written
+	recalled bool   // created from the vendor's binary
+	loaded   bool   // from a container: an empty option string means the options in the container
+	kernels  int    // kernel objects that were created from it
+	exact    bool   // arguments declared const are never written, as far as its text and the logs of its builds say
+	checked  *check // whether its compiler warns of none either; nil: it was not asked
 }
 
 // told is whether the application may read the arguments of a program's kernels. The first
@@ -211,17 +212,18 @@ type build struct {
 }
 
 type kernel struct {
-	id     uint32
-	prog   *program
-	name   string
-	vendor cl.Kernel
-	text   []argument // its arguments as the compiler describes them
-	info   []argInfo
-	args   []arg
-	writes []*mem // what a launch with the present arguments may write
-	stale  bool   // writes must be computed again
-	local  uint64 // bytes of local arguments
-	group  uint64 // the largest work-group that was requested
+	id       uint32
+	prog     *program
+	name     string
+	vendor   cl.Kernel
+	text     []argument // its arguments as the compiler describes them
+	info     []argInfo
+	args     []arg
+	writes   []*mem // what a launch with the present arguments may write
+	stale    bool   // writes must be computed again
+	believed bool   // const was believed for them
+	local    uint64 // bytes of local arguments
+	group    uint64 // the largest work-group that was requested
 }
 
 type argInfo struct {

@@ -217,14 +217,14 @@ func (p *program) finishBuild(ds []*device, options string) {
 		}
 		p.built[d.id] = b
 	}
-	p.exact = p.exact && p.isExact()
+	p.exact, p.checked = p.exact && p.isExact(), nil
 }
 
 // isExact reports whether the program never writes through kernel arguments that are
 // declared const. Its text and the logs of its builds decide that.
 func (p *program) isExact() bool {
 	for _, b := range p.built {
-		if strings.Contains(b.Log, "discards qualifiers") {
+		if strings.Contains(b.Log, discarded) {
 			return false
 		}
 	}
@@ -609,8 +609,8 @@ var castsAway = regexp.MustCompile(strings.Join([]string{
 	`\(\s*u?intptr_t\s*\)`, `\(\s*u?(?:long|size_t)\s*\)\s*\(?\s*[A-Za-z_]`, `atomic_`, `##`,
 }, "|"))
 
-// toPointer matches a cast to a pointer type. Where the generic address space exists, its name
-// need not be in the cast.
+// toPointer matches a cast to a pointer type. Where the generic address space exists, as it may unless
+// the options ask for OpenCL C 1, its name need not be in the cast.
 var toPointer = regexp.MustCompile(`\(\s*(?:\w+\s+)*\w+\s*\*[\s*]*\)`)
 
 // exactConst reports whether a const on a kernel's pointer argument can be trusted, so that
@@ -629,7 +629,7 @@ func exactConst(x *portable.Program) bool {
 	if castsAway.Match(x.Source) {
 		return false
 	}
-	if strings.Contains(x.Options, "-cl-std=CL2") || strings.Contains(x.Options, "-cl-std=CL3") {
+	if !strings.Contains(x.Options, "-cl-std=CL1") {
 		for _, to := range toPointer.FindAll(x.Source, -1) {
 			if !bytes.Contains(to, []byte("const")) {
 				return false

@@ -578,6 +578,7 @@ func TestConstIsNotBelievedWhereACastNeedNotNameTheAddressSpace(t *testing.T) {
 	}{
 		{reads, "-cl-std=CL3.0", true}, {writes, "-cl-std=CL3.0", false}, {writes, "-cl-std=CL2.0", false},
 		{writes, "-cl-std=CL1.2", true}, // no compiler takes it
+		{writes, "", false},             // some compilers take it
 		{reads, "-cl-std=CLC++2021", false},
 	} {
 		if got := exactConst(&portable.Program{Source: []byte(x.source), Options: x.options}); got != x.want {

@@ -17,6 +17,9 @@ type quirk struct {
 	// It generates the same code with the option that describes arguments, so no second
 	// build is needed for the description.
 	sameCode bool
+	// The logs of its builds have the compiler's warnings, also of a program that it has taken
+	// from its cache.
+	warns bool
 	// Its own binaries cannot be used.
 	badBinaries bool
 	// Kernels of a program with a fixed group size must not run while the runtime is asked
@@ -32,16 +35,16 @@ var quirks = [...]quirk{
 	// Oclgrind 21.10 fails assertions in Context.cpp or crashes if two threads enqueue or
 	// wait. It also crashes if it is asked for the arguments of a kernel that comes from a
 	// binary. It builds in milliseconds.
-	{platform: "Oclgrind", serial: true, badBinaries: true},
+	{platform: "Oclgrind", serial: true, warns: true, badBinaries: true},
 	// PoCL's basic device runs commands in any thread that enqueues or waits, and locks
 	// events in the order of their dependencies. Two threads that use the same buffer may
 	// block each other for ever, also with different queues.
-	{platform: "Portable Computing Language", device: "basic-", serial: true, sameCode: true, stillBinaries: true, libraries: true, cache: "POCL_CACHE_DIR"},
+	{platform: "Portable Computing Language", device: "basic-", serial: true, sameCode: true, warns: true, stillBinaries: true, libraries: true, cache: "POCL_CACHE_DIR"},
 	// PoCL 3.1 adds metadata only; the compiled code is equal, byte for byte. When it is
 	// asked for a program's binaries, it compiles kernels with a fixed group size once
 	// more, for other offsets and grids. pocl_release_dlhandle_cache confuses that code,
 	// which nobody uses, with the code of a kernel that ends, and aborts.
-	{platform: "Portable Computing Language", sameCode: true, stillBinaries: true, libraries: true, cache: "POCL_CACHE_DIR"},
+	{platform: "Portable Computing Language", sameCode: true, warns: true, stillBinaries: true, libraries: true, cache: "POCL_CACHE_DIR"},
 }
 
 func quirkOf(platform, device string) quirk {

@@ -179,7 +179,7 @@ type describer struct {
 }
 
 // describer takes what it needs from the program, which may be released in the meantime.
-// The caller holds s.mu. run releases what it has taken.
+// The caller holds s.mu. run and release let go of what it has taken.
 func (p *program) describer() *describer {
 	cl.RetainProgram(p.vendor)
 	cl.RetainContext(p.ctx.vendor)
@@ -188,13 +188,15 @@ func (p *program) describer() *describer {
 	return &describer{ctx: p.ctx, vendor: p.vendor, content: x, devices: p.builtFor()}
 }
 
+func (d *describer) release() {
+	cl.ReleaseProgram(d.vendor)
+	cl.ReleaseContext(d.ctx.vendor)
+}
+
 // run asks the program itself for its arguments. If that does not describe them, run builds
 // it once more.
 func (d *describer) run() (signature, error) {
-	defer func() {
-		cl.ReleaseProgram(d.vendor)
-		cl.ReleaseContext(d.ctx.vendor)
-	}()
+	defer d.release()
 	sig, err := signatureOf(d.vendor)
 	if !errors.Is(err, errArgInfo) {
 		return sig, err

@@ -625,3 +625,57 @@ func TestWritesThroughAConstArgumentArriveInASwap(t *testing.T) {
 		})
 	}
 }
+
+// NVIDIA's driver says nothing of a program that it has in its cache. So const is not believed there
+// before the compiler was asked about a program that no cache has, which is when a session is about to
+// be moved.
+func TestConstIsNotBelievedByALogThatMayBeSilent(t *testing.T) {
+	for name, x := range map[string]struct {
+		source string
+		want   bool
+	}{
+		"nothing is lost": {"kernel void f(const global uint *a, global uint *b) { b[0] = a[0]; }", true},
+		"warning":         {"kernel void f(const global uint *a, global uint *b) { b = a; b[0] = 7; }", false},
+	} {
+		for _, released := range []bool{false, true} {
+			c := newClient(t)
+			s := c.executor(1)
+			s.quirk.warns = false
+			s.activate()
+			ctx, q, _ := c.setup(0)
+			p, k := c.program(ctx, x.source), c.id()
+			c.call(&wire.BuildProgram{Program: p})
+			c.call(&wire.CreateKernel{ID: k, Program: p, Name: []byte("f")})
+			a, b := c.buffer(ctx, 4096), c.buffer(ctx, 4096)
+			for i, m := range []uint32{a, b} {
+				c.call(&wire.SetArg{Kernel: k, Index: uint32(i), Kind: wire.ArgMem, Object: m, Size: 8})
+			}
+			s.mu.Lock()
+			prog := lookup[program](s, p)
+			for _, b := range prog.built { // as from a cache
+				b.Log = ""
+			}
+			prog.exact = prog.isExact()
+			s.mu.Unlock()
+			if released {
+				c.post(&wire.Release{ID: p})
+				c.call(&wire.Finish{Queue: q})
+			}
+			writes := func() int {
+				s.mu.Lock()
+				defer s.mu.Unlock()
+				return len(s.written(lookup[kernel](s, k)))
+			}
+			if n := writes(); n != 2 {
+				t.Errorf("%s: %d of 2 buffers count as written before anybody asked", name, n)
+			}
+			if _, err := s.snapshot(); err != nil {
+				t.Fatal(err)
+			}
+			<-prog.checked.done
+			if n := writes(); (n == 1) != x.want {
+				t.Errorf("%s, released %v: %d buffers count as written", name, released, n)
+			}
+		}
+	}
+}
