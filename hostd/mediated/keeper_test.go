@@ -533,7 +533,9 @@ func TestPartOfAGPUThatIsNotConfiguredAnyMore(t *testing.T) {
 	delete(w.domains, "uuid-web")
 	c := w.k.Config
 	c.GPUs = nil
-	c.Process = func(context.Context, string) (Process, error) { return nil, errors.New("it is not in the configuration") }
+	c.Process = func(context.Context, string) (Process, error) {
+		return nil, errors.New("it is not in the configuration")
+	}
 	k, err := New(c)
 	if err != nil {
 		t.Fatal(err)
