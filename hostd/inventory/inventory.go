@@ -38,8 +38,10 @@ type source struct {
 }
 
 // Discover returns the host's GPUs, sorted by id, and a warning for each runtime or
-// declared GPU that cannot be used. It returns an error only if ctx has ended.
-func Discover(ctx context.Context, root fs.FS, c config.Config, prober Prober) ([]*gpuctlv1.GPU, []string, error) {
+// declared GPU that cannot be used. names are those that cards have already, by their
+// addresses: a runtime counts only the cards that are bound to its driver, so its numbers
+// change when a VM has one. It returns an error only if ctx has ended.
+func Discover(ctx context.Context, root fs.FS, c config.Config, names map[string]string, prober Prober) ([]*gpuctlv1.GPU, []string, error) {
 	sources, warnings := plan(root, c)
 	answers := make([]*gpuctlv1.ProbeResponse, len(sources))
 	failures := make([]error, len(sources))
@@ -69,6 +71,12 @@ func Discover(ctx context.Context, root fs.FS, c config.Config, prober Prober) (
 	for _, g := range c.GPUs { // ids in the configuration are never changed
 		taken[g.ID] = true
 	}
+	kept := map[string]string{}
+	for address, id := range names {
+		if !taken[id] {
+			kept[address], taken[id] = id, true
+		}
+	}
 	for i, s := range sources {
 		what := "runtime " + s.lib.Path
 		if s.declared != nil {
@@ -82,7 +90,7 @@ func Discover(ctx context.Context, root fs.FS, c config.Config, prober Prober) (
 			warnings = append(warnings, fmt.Sprintf("%s: PoCL offers %s, less than %s=%s GiB, and follows the free memory from there: lower the limit to keep the GPU's size fixed",
 				what, size.Format(offered), poclMemory, s.runtime.GetEnv()[poclMemory]))
 		}
-		found, err := s.gpus(answers[i], taken)
+		found, err := s.gpus(answers[i], taken, kept)
 		if err != nil {
 			warnings = append(warnings, fmt.Sprintf("%s: %v", what, err))
 		}
@@ -160,7 +168,7 @@ func (s source) belowLimit(answer *gpuctlv1.ProbeResponse) (offered uint64, limi
 
 // gpus returns the GPUs of a runtime's answer. The error contains those that cannot be
 // used.
-func (s source) gpus(answer *gpuctlv1.ProbeResponse, taken map[string]bool) ([]*gpuctlv1.GPU, error) {
+func (s source) gpus(answer *gpuctlv1.ProbeResponse, taken map[string]bool, kept map[string]string) ([]*gpuctlv1.GPU, error) {
 	devices := answer.GetDevices()
 	if len(devices) == 0 {
 		return nil, fmt.Errorf("%s has no devices", cmp.Or(answer.GetPlatform(), "it"))
@@ -197,17 +205,41 @@ func (s source) gpus(answer *gpuctlv1.ProbeResponse, taken map[string]bool) ([]*
 		}
 		if s.declared != nil {
 			gpu.Model = cmp.Or(s.declared.Model, gpu.Model)
-			gpu.Id = s.declared.ID
-			if len(wanted) > 1 {
-				gpu.Id = unique(s.declared.ID+"-"+strconv.Itoa(n), taken)
-			}
-		} else {
-			gpu.Id = unique(s.baseID(d, n, len(wanted)), taken)
 		}
+		gpu.Id = s.id(d, n, len(wanted), taken, kept)
 		gpu.Model = cmp.Or(gpu.Model, gpu.Id)
 		gpus = append(gpus, gpu)
 	}
 	return gpus, missing
+}
+
+// id returns the name of a device: the one that its card has already, or a new one.
+func (s source) id(d *gpuctlv1.ProbedDevice, n, of int, taken map[string]bool, kept map[string]string) string {
+	address := canonical(d.GetPciAddress())
+	if id, is := kept[address]; is && (s.declared == nil || strings.HasPrefix(id, s.declared.ID+"-")) {
+		delete(kept, address) // of one device only
+		return id
+	}
+	switch {
+	case s.declared == nil:
+		return unique(s.baseID(d, n, of), taken)
+	case of > 1:
+		return unique(s.declared.ID+"-"+strconv.Itoa(n), taken)
+	}
+	return s.declared.ID
+}
+
+// Names returns the names of cards by their addresses: of these, and those from before of
+// cards that are not among them now.
+func Names(gpus []*gpuctlv1.GPU, before map[string]string) map[string]string {
+	out := map[string]string{}
+	maps.Copy(out, before)
+	for _, g := range gpus {
+		if a := canonical(g.GetPciAddress()); a != "" {
+			out[a] = g.GetId()
+		}
+	}
+	return out
 }
 
 // baseID returns the name of a discovered device. Cards are named by their index in the

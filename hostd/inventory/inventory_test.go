@@ -67,7 +67,7 @@ func TestDiscover(t *testing.T) {
 		{ID: "none", Runtime: "pcol"},
 		{ID: "oclgrind", Library: "/broken.so"},
 	}
-	gpus, warnings, err := Discover(t.Context(), machine(), c, probes(func(r *gpuctlv1.Runtime) (*gpuctlv1.ProbeResponse, error) {
+	gpus, warnings, err := Discover(t.Context(), machine(), c, nil, probes(func(r *gpuctlv1.Runtime) (*gpuctlv1.ProbeResponse, error) {
 		switch {
 		case strings.Contains(r.GetLibrary(), "pocl"):
 			if limit := r.GetEnv()["POCL_MEMORY_LIMIT"]; limit != "7" && limit != "1" { // 1: fixed, or after it offered less
@@ -101,6 +101,39 @@ func TestDiscover(t *testing.T) {
 	for _, part := range []string{`gpu none: no runtime "pcol"`, "gpu oclgrind: it crashed", "gpu duo: it has no device 7"} {
 		if !slices.ContainsFunc(warnings, func(w string) bool { return strings.Contains(w, part) }) {
 			t.Errorf("no warning %q in %q", part, warnings)
+		}
+	}
+}
+
+// TestCardsKeepTheirNames while VMs have some of them: runtimes number those that are left.
+func TestCardsKeepTheirNames(t *testing.T) {
+	for name, declared := range map[string][]config.GPU{"nvidia": nil, "pair": {{ID: "pair", Runtime: "nvidia"}}} {
+		var names map[string]string
+		for _, step := range []struct{ there, want []string }{
+			{[]string{"H200@0000:19:00.0", "H200@0000:3b:00.0"}, []string{"-0", "-1"}},
+			{[]string{"H200@0000:3b:00.0"}, []string{"-1"}},
+			{[]string{"H200@0000:3b:00.0", "H200@0000:9b:00.0"}, []string{"-1", "-1-2"}}, // a new card
+			{[]string{"H200@0000:19:00.0", "H200@0000:3b:00.0"}, []string{"-0", "-1"}},
+		} {
+			c := config.Default()
+			c.GPUs, c.Discover = declared, declared == nil
+			gpus, _, err := Discover(t.Context(), machine(), c, names, probes(func(r *gpuctlv1.Runtime) (*gpuctlv1.ProbeResponse, error) {
+				if !strings.Contains(r.GetLibrary(), "nvidia") {
+					return nil, errors.New("it crashed")
+				}
+				return devices(step.there...), nil
+			}))
+			if err != nil {
+				t.Fatal(err)
+			}
+			names = Names(gpus, names)
+			var ids []string
+			for _, g := range gpus {
+				ids = append(ids, strings.TrimPrefix(g.GetId(), name))
+			}
+			if !slices.Equal(ids, step.want) {
+				t.Errorf("%s: %v are %v, want %v", name, step.there, ids, step.want)
+			}
 		}
 	}
 }

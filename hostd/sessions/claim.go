@@ -176,6 +176,8 @@ type journal struct {
 	Operations []*operation `json:"operations"`
 	Borrowed   []*borrowed  `json:"borrowed,omitempty"`
 	Lent       []*lent      `json:"lent,omitempty"`
+	// Names are those of the runtimes' cards, by their PCI addresses.
+	Names map[string]string `json:"names,omitempty"`
 }
 
 const (

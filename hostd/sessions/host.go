@@ -109,7 +109,8 @@ type Host struct {
 	wanted   *list                 // the next list of sessions, which has not begun; nil: nobody waits for one
 	ops      map[string]*operation // by session
 	last     map[string]*gpuctlv1.SwapResult
-	saved    []byte // content of the state file
+	saved    []byte            // content of the state file
+	names    map[string]string // of the runtimes' cards, by their PCI addresses
 
 	borrowed map[string]*borrowed // leases from other hosts
 	asking   map[string]bool      // of these, those that nothing names yet
@@ -156,10 +157,11 @@ func (h *Host) Start(ctx context.Context) error {
 		h.Log.Warn("state file is not used", "err", err)
 	}
 	driver := h.askDriver(ctx)
-	gpus, warnings, err := inventory.Discover(ctx, h.Root, h.Config, prober{h.Guest})
+	gpus, warnings, err := inventory.Discover(ctx, h.Root, h.Config, j.Names, prober{h.Guest})
 	if err != nil {
 		return fmt.Errorf("inventory: %w", err)
 	}
+	names := inventory.Names(gpus, j.Names)
 	gpus, more := h.withDriver(gpus, <-driver)
 	warnings = append(warnings, more...)
 	for _, w := range warnings {
@@ -169,7 +171,7 @@ func (h *Host) Start(ctx context.Context) error {
 		h.Log.Info("gpu found", "gpu", g.GetId(), "model", g.GetModel(), "memory", g.GetLimits().GetGlobalMemory())
 	}
 	h.mu.Lock()
-	h.gpus, h.warnings = gpus, warnings
+	h.gpus, h.warnings, h.names = gpus, warnings, names
 	for _, g := range gpus {
 		h.ledger.SetGPU(g.GetId(), g.GetLimits().GetGlobalMemory())
 	}
@@ -191,6 +193,7 @@ func (h *Host) Start(ctx context.Context) error {
 		op.doubt = true
 		h.ops[op.Session] = op
 	}
+	h.save() // a VM may get a card, and hostd be restarted, before anything else is saved
 	h.mu.Unlock()
 	close(h.discovered)
 	if err := h.Cluster.Announce(ctx); err != nil {
@@ -537,7 +540,7 @@ func (h *Host) moved(c *claim, s *gpuctlv1.Session) bool {
 
 // save writes the journal. The caller holds h.mu.
 func (h *Host) save() {
-	j := journal{Version: journalVersion, Revision: journalRevision}
+	j := journal{Version: journalVersion, Revision: journalRevision, Names: h.names}
 	for _, c := range h.claims {
 		c.Held = map[string]uint64{}
 		for _, g := range h.counted() {

@@ -82,6 +82,9 @@ func (f *fixture) start() {
 		Name: "here", Local: func() access.LocalPolicy { return access.LocalPolicy{} }, Logger: slog.New(slog.DiscardHandler),
 	})
 	with := f.with
+	if with.Config.Version != 0 {
+		c = with.Config
+	}
 	with.Guest, with.AppSocket, with.StateFile, with.Config = gpuctlv1connect.NewGuestServiceClient(f.front.Client(), f.front.URL), "/app", f.state, c
 	with.Root, with.PCI, with.NVML, with.Cluster, with.Log = root, pci.NewScanner(root), f.nvml, f.node, slog.New(slog.DiscardHandler)
 	if f.other != nil {

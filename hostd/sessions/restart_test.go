@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 
@@ -15,8 +16,36 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/hostd/config"
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
+
+// A VM has a card when hostd is restarted: the runtime numbers those that are left anew.
+func TestCardKeepsItsNameOverARestartOfHostd(t *testing.T) {
+	f := newFixture(t, filepath.Join(t.TempDir(), "state.json"), func(c *HostConfig) {
+		c.Config = config.Config{Version: 1, GPUs: []config.GPU{{ID: "nv", Library: "/libnv.so"}}}
+	})
+	defer f.close()
+	two := []*gpuctlv1.ProbedDevice{
+		{Index: 0, Name: "H200", PciAddress: "0000:19:00.0", Limits: &gpuctlv1.Limits{GlobalMemory: 1 << 30}},
+		{Index: 1, Name: "H200", PciAddress: "0000:3b:00.0", Limits: &gpuctlv1.Limits{GlobalMemory: 1 << 30}},
+	}
+	for _, c := range []struct {
+		there []*gpuctlv1.ProbedDevice
+		want  string
+	}{{two, "nv-0 nv-1"}, {two[1:], "nv-1"}} {
+		f.halt()
+		f.guest.Probes = map[string]*gpuctlv1.ProbeResponse{"/libnv.so": {Platform: "NVIDIA CUDA", Devices: c.there}}
+		f.start()
+		var ids []string
+		for _, g := range f.host.gpus {
+			ids = append(ids, g.GetId())
+		}
+		if got := strings.Join(ids, " "); got != c.want {
+			t.Errorf("got %s, want %s", got, c.want)
+		}
+	}
+}
 
 // An operation goes on, or is undone, while hostd is dead. Its record ends all the same.
 func TestTheNextHostdEndsRecords(t *testing.T) {
