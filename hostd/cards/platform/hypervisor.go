@@ -189,6 +189,9 @@ func (k kvmHypervisor) Owners(ctx context.Context) (map[pci.Address]vm.VM, error
 			continue
 		}
 		doc, err := document(ctx, k.client, d, 0)
+		if errors.Is(err, virt.ErrNotFound) {
+			continue // it has ended since it was listed
+		}
 		if err != nil {
 			return nil, err
 		}

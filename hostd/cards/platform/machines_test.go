@@ -100,3 +100,32 @@ func TestVMThatLibvirtLeavesPausedRuns(t *testing.T) {
 		})
 	}
 }
+
+// A VM that ends while all are asked has nothing, and hides nobody else's card.
+func TestOwnersAreKnownThoughAVMEndsMeanwhile(t *testing.T) {
+	s := virttest.Start(t, "qemu")
+	c, err := virt.Open("qemu:///system", virt.WithSocket(s.Socket()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	for i, name := range []string{"db", "web"} {
+		d, err := c.Define(t.Context(), fmt.Appendf(nil, `<domain type='kvm'><name>%s</name><uuid>11111111-2222-4333-8444-55555555550%d</uuid><memory unit='MiB'>64</memory><devices>
+<hostdev mode='subsystem' type='pci' managed='no'><source><address domain='0x0000' bus='0x6%d' slot='0x00' function='0x0'/></source></hostdev></devices></domain>`, name, i, i))
+		if err == nil {
+			_, err = c.Start(t.Context(), d)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	const noDomain = 42 // VIR_ERR_NO_DOMAIN
+	s.Next("dumpxml", virttest.Fault{Code: noDomain, Message: "Domain not found"})
+	if owners, err := (kvmHypervisor{c}).Owners(t.Context()); err != nil || len(owners) != 1 {
+		t.Errorf("%v, %v", owners, err)
+	}
+	s.Next("dumpxml", virttest.Fault{Code: noDomain, Message: "Domain not found"})
+	if owners, err := (mediated{c}).Owners(t.Context()); err != nil || len(owners) != 0 {
+		t.Errorf("%v, %v", owners, err)
+	}
+}

@@ -29,6 +29,9 @@ func (m mediated) Owners(ctx context.Context) (map[string]vm.VM, error) {
 			continue
 		}
 		doc, err := document(ctx, m.client, d, 0)
+		if errors.Is(err, virt.ErrNotFound) {
+			continue // it has ended since it was listed
+		}
 		if err != nil {
 			return nil, err
 		}
