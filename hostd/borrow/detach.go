@@ -86,17 +86,27 @@ func (k *Keeper) leaves(ctx context.Context, m *vm.Info, l lent) (sessions []str
 	case !m.Active():
 		return nil, nil
 	}
-	sessions, err := k.Site.Computing(ctx, m.UUID, l.GPU)
+	sessions, err := k.computing(ctx, l)
 	if err != nil {
 		return nil, []*gpuctlv1.Reason{steps.Because(reasonAgent, "the gpuguest of VM %s does not say whether sessions compute there: %v; with --unconfirmed they are lost", m.Name, err)}
 	}
 	if len(sessions) == 0 {
 		return nil, nil
 	}
+	ctx, cancel := context.WithTimeout(ctx, k.Tell)
+	defer cancel()
 	if has, err := k.Site.HasCard(ctx, m.UUID); err != nil || !has {
 		reasons = append(reasons, steps.Because(reasonSessions, "%d sessions of VM %s compute there, and it has no card that they could go to: end them, give it one with gpuctl attach, or lose them with --unconfirmed", len(sessions), m.Name))
 	}
 	return sessions, reasons
+}
+
+// computing returns the sessions of the VM that compute on the GPU. A VM that does not answer
+// must not keep the GPU by that.
+func (k *Keeper) computing(ctx context.Context, l lent) ([]string, error) {
+	ctx, cancel := context.WithTimeout(ctx, k.Tell)
+	defer cancel()
+	return k.Site.Computing(ctx, l.vm.UUID, l.GPU)
 }
 
 // detach brings the sessions home, withdraws the GPU from the VM and ends the claim.
@@ -113,10 +123,10 @@ func (k *Keeper) detach(ctx context.Context, c *steps.Change, m *vm.Info, l lent
 		if lose || m == nil || !m.Active() {
 			return nil
 		}
-		left, err := k.Site.Computing(ctx, l.vm.UUID, l.GPU)
+		left, err := k.computing(ctx, l)
 		if err == nil && len(left) > 0 && comeHome { // they have begun meanwhile
 			if err = k.home(ctx, c, l, left); err == nil {
-				left, err = k.Site.Computing(ctx, l.vm.UUID, l.GPU)
+				left, err = k.computing(ctx, l)
 			}
 		}
 		if err == nil && len(left) > 0 {

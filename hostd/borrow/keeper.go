@@ -68,7 +68,7 @@ type Config struct {
 	Site Site
 	VMs  VMs
 	Log  *slog.Logger
-	// Tell is how long a VM may take to have its GPU; 0: 30 s.
+	// Tell is how long a VM may take to have its GPU, or to say what computes there; 0: 30 s.
 	Tell time.Duration
 }
 

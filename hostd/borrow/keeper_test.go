@@ -43,6 +43,7 @@ type world struct {
 	where    migrate.Presence
 	protocol uint32
 	sessions []string // that compute on the remote GPU
+	answers  int      // how often it still says what they are; negative: always
 	card     bool
 	deaf     error // why the VM cannot be told
 	told     string
@@ -57,7 +58,7 @@ type world struct {
 
 func newWorld(t *testing.T) *world {
 	t.Helper()
-	w := &world{t: t, store: state.New(), vm: web, where: migrate.Running, protocol: endpoint.BorrowProtocol, reach: map[string]string{}, lends: map[string]error{}}
+	w := &world{t: t, store: state.New(), vm: web, where: migrate.Running, answers: -1, protocol: endpoint.BorrowProtocol, reach: map[string]string{}, lends: map[string]error{}}
 	for _, h := range []struct {
 		name, gpu string
 		rank      uint32
@@ -202,10 +203,17 @@ func (s vmSite) ServeRemote(ctx context.Context, _ vm.VM, lent endpoint.Lent, re
 	return ctx.Err()
 }
 
-func (s vmSite) Computing(context.Context, string, string) ([]string, error) {
+func (s vmSite) Computing(ctx context.Context, _, _ string) ([]string, error) {
 	s.mu.Lock()
-	defer s.mu.Unlock()
-	return slices.Clone(s.sessions), nil
+	mute, sessions := s.answers == 0, slices.Clone(s.sessions)
+	if s.answers > 0 {
+		s.answers--
+	}
+	s.mu.Unlock()
+	if mute {
+		<-ctx.Done()
+	}
+	return sessions, ctx.Err()
 }
 
 func (s vmSite) Left(string) { s.locked(func() { s.left++ }) }
@@ -335,6 +343,36 @@ func TestAnAttachEndsWholeOrUndone(t *testing.T) {
 			t.Errorf("nobody has ended it: %v", w.asked)
 		}
 	})
+}
+
+// A VM that takes questions and does not answer keeps its GPU only from who asks whether it
+// computes there, and nobody for longer than it may take to answer.
+func TestAVMThatDoesNotAnswerDoesNotKeepItsGPU(t *testing.T) {
+	for name, answers := range map[string]int{"never": 0, "only for the plan": 1} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			k := w.run()
+			if _, err := w.attach(k, &gpuctlv1.AttachRemoteRequest{MinMemory: gib}); err != nil {
+				t.Fatal(err)
+			}
+			k.Tell = 50 * time.Millisecond
+			w.locked(func() { w.answers = answers })
+			detach := func(unconfirmed bool) error {
+				ended := make(chan error, 1)
+				go func() {
+					ended <- k.Detach(t.Context(), &gpuctlv1.DetachRemoteRequest{Machine: "web", Unconfirmed: unconfirmed}, func(*gpuctlv1.DeviceUpdate) {})
+				}()
+				testkit.Until(t, "the detach ends", func() error { return testkit.Want(len(ended) == 1, "it waits for the VM") })
+				return <-ended
+			}
+			if err := detach(false); err == nil || k.Of(web.UUID) == nil {
+				t.Errorf("nobody knows whether it computes there: %v", err)
+			}
+			if err := detach(true); err != nil || k.Of(web.UUID) != nil {
+				t.Errorf("unconfirmed: %v", err)
+			}
+		})
+	}
 }
 
 // Sessions come home to the VM's own card. Without one, they are not taken their GPU unless
