@@ -446,6 +446,30 @@ func (s *site) peersBeat(t *testing.T) error {
 	return err
 }
 
+// Whoever may connect can make up as many procedures as he likes, and long ones.
+func TestRefusalsOfMadeUpProceduresAreLoggedOnce(t *testing.T) {
+	s := open(t, true)
+	local := &http.Client{Transport: &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		return (&net.Dialer{}).DialContext(ctx, "unix", s.socket)
+	}}}
+	defer local.CloseIdleConnections()
+	for url, c := range map[string]*http.Client{"http://local": local, "https://" + s.address: s.as(t, nil)} {
+		for i := range 20 {
+			res, err := c.Post(fmt.Sprintf("%s/made.up/%d%s", url, i, strings.Repeat("x", 4096)), "application/json", strings.NewReader("{}"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			res.Body.Close()
+			if res.StatusCode != http.StatusForbidden {
+				t.Errorf("%s: %s", url, res.Status)
+			}
+		}
+	}
+	if n := strings.Count(s.log.String(), "call refused"); n != 2 || len(s.log.String()) > 4096 {
+		t.Errorf("%d lines of two callers, %d bytes", n, len(s.log.String()))
+	}
+}
+
 func TestRemovalActsOnOpenConnections(t *testing.T) {
 	s := open(t, false)
 	s.put("ann", viewer)

@@ -18,6 +18,7 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/cluster/pki"
 	"github.com/gpuctl/gpuctl/cluster/pki/throttle"
+	"github.com/gpuctl/gpuctl/internal/excerpt"
 )
 
 const (
@@ -174,12 +175,16 @@ func (g *Gate) refused(c Caller, procedure string, err *connect.Error) {
 	if host, _, err := net.SplitHostPort(from); err == nil {
 		from = host
 	}
-	skipped, ok := g.quiet.Allow(c.Actor() + " " + from + " " + procedure)
+	about := procedure
+	if _, known := g.Table[procedure]; !known {
+		about = "" // or each name that somebody makes up would have a line of its own
+	}
+	skipped, ok := g.quiet.Allow(c.Actor() + " " + from + " " + about)
 	if !ok {
 		return
 	}
-	g.Log.Warn("call refused", "caller", c.String(), "role", roleName(c.Role), "from", c.Address, "procedure", procedure,
-		"code", err.Code().String(), "err", err.Message(), "skipped", skipped)
+	g.Log.Warn("call refused", "caller", c.String(), "role", roleName(c.Role), "from", c.Address, "procedure", excerpt.Of(procedure, maxText),
+		"code", err.Code().String(), "err", excerpt.Of(err.Message(), 4*maxText), "skipped", skipped)
 	if c.Kind != Anonymous && g.Table[procedure].Audit {
 		g.Audit.Append(g.entry(c, procedure, nil, g.Now(), err))
 	}
