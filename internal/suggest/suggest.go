@@ -16,13 +16,18 @@ func Names(name string, among []string) []string {
 	}
 	var found []match
 	want := strings.ToLower(name)
+	most := max(1, len(want)/3)
 	for _, n := range among {
 		have := strings.ToLower(n)
-		d := distance(want, have)
+		d := most + 1
+		// Names whose lengths differ more are not near. Somebody may ask for one of a megabyte.
+		if max(len(have)-len(want), len(want)-len(have)) <= most {
+			d = distance(want, have)
+		}
 		if len(want) > 2 && strings.Contains(have, want) {
 			d = min(d, 1)
 		}
-		if d <= max(1, len(want)/3) {
+		if d <= most {
 			found = append(found, match{n, d})
 		}
 	}
