@@ -281,3 +281,26 @@ func TestEnrolmentWhoseAnswerWasLostIsAnsweredAgain(t *testing.T) {
 		t.Errorf("after it was revoked: %v", err)
 	}
 }
+
+// A user's token lets its holder in by any name that is free. That of a host which has been let
+// in and is no member yet is not: else it would be revoked, and a user in its place.
+func TestAUsersTokenRevokesNoHostThatIsJoining(t *testing.T) {
+	t.Parallel()
+	ctx := testkit.Context(t)
+	a := cluster(ctx, t, "a")[0]
+	const joining = "h-joining"
+	a.apply(ctx, &clusterv1.Command{Op: &clusterv1.Command_PutIdentity{PutIdentity: &clusterv1.PutIdentity{
+		Identity: &clusterv1.Identity{Id: joining, Host: "b", Role: clusterv1.Role_ROLE_HOST},
+	}}})
+	token := decode(t, a.token(ctx, &clusterv1.CreateTokenRequest{Role: clusterv1.Role_ROLE_VIEWER}))
+	_, csr, err := newRequest()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := remote.Enroll(ctx, token, &clusterv1.EnrollRequest{Csr: csr, Host: joining}); err == nil {
+		t.Error("a viewer has a host's name")
+	}
+	if i := a.view(ctx).Identity(joining); i.GetRole() != clusterv1.Role_ROLE_HOST {
+		t.Errorf("the host that joins is %v", i)
+	}
+}

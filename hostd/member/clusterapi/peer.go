@@ -164,7 +164,8 @@ func (a *API) enroll(ctx context.Context, l Log, m *clusterv1.EnrollRequest) (*c
 	if err != nil {
 		return nil, err
 	}
-	if v.Identity(identity.GetId()).GetRole() == clusterv1.Role_ROLE_HOST && v.HostByID(identity.GetId()) == nil {
+	joins := identity.GetRole() == clusterv1.Role_ROLE_HOST // a user's token is good for no host's identity
+	if joins && v.Identity(identity.GetId()).GetRole() == clusterv1.Role_ROLE_HOST && v.HostByID(identity.GetId()) == nil {
 		// It was admitted before, and crashed before it was a member.
 		_, err := scheduler.Check(l.Apply(ctx, &clusterv1.Command{Actor: token.GetCreatedBy(), Op: &clusterv1.Command_DeleteIdentity{
 			DeleteIdentity: &clusterv1.DeleteIdentity{Id: identity.GetId()},
