@@ -35,7 +35,7 @@ func lockManagers(ctx context.Context, t *testing.T, l *lab.Lab) {
 		defer cancel()
 		for _, h := range []*lab.Host{client, server} {
 			out, err := h.Run(ctx, "virsh -q destroy web; rm -f /etc/libvirt/libxl.conf /etc/libvirt/libxl-lockd.conf; systemctl stop virtlockd.socket virtlockd; "+
-				"umount -l "+shared+"; exportfs -ua; systemctl stop nfs-server; systemctl restart libvirtd")
+				"umount -l "+shared+"; systemctl stop nfs-server; systemctl restart libvirtd")
 			if err != nil {
 				t.Errorf("%s: %s", h.Name, said(out, err))
 			}

@@ -576,7 +576,9 @@ func TestConstIsNotBelievedWhereACastNeedNotNameTheAddressSpace(t *testing.T) {
 		source, options string
 		want            bool
 	}{
-		{reads, "-cl-std=CL3.0", true}, {writes, "-cl-std=CL3.0", false}, {writes, "-cl-std=CL2.0", false},
+		{reads, "-cl-std=CL3.0", true},
+		{writes, "-cl-std=CL3.0", false},
+		{writes, "-cl-std=CL2.0", false},
 		{writes, "-cl-std=CL1.2", true}, // no compiler takes it
 		{writes, "", false},             // some compilers take it
 		{reads, "-cl-std=CLC++2021", false},
