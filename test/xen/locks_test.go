@@ -72,7 +72,7 @@ func TestMigrateLocked(t *testing.T) {
 	}
 	once := func() {
 		t.Helper()
-		plan("", "lock")
+		plan("Steps of the best", notLocked)
 		other := v.other(v.at.host)
 		other.put(ctx, &v.guest.Guest, same) // of the same name, UUID and disk
 		other.vetoed(ctx, "is locked", "create", "/run/gpuctl-lab/web.xml")
