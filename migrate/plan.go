@@ -408,8 +408,12 @@ func notes(m VMFacts, hosts []HostFacts, candidates []Candidate) (out []*gpuctlv
 		}
 	}
 	if len(m.Unlocked) > 0 {
-		out = append(out, because(NoteUnlocked, "libvirt's lock manager on host %s has not locked %s of VM %s, so another host could start it: virtlockd was set up, killed or restarted after the VM was started; virsh suspend and virsh resume on host %s lock it again, as does its move",
-			m.Host, strings.Join(m.Unlocked, ", "), m.Name, m.Host))
+		again := "virsh suspend and virsh resume on host " + m.Host + " lock it again, as does its move"
+		if m.Type != "kvm" { // on Xen, libvirt asks for no locks when a VM goes on
+			again = "its move locks it again, or its next start"
+		}
+		out = append(out, because(NoteUnlocked, "libvirt's lock manager on host %s has not locked %s of VM %s, so another host could start it: virtlockd was set up, killed or restarted after the VM was started; %s",
+			m.Host, strings.Join(m.Unlocked, ", "), m.Name, again))
 	}
 	if len(bare) == 0 {
 		return out
