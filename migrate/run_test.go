@@ -486,3 +486,14 @@ func TestPatienceAtHome(t *testing.T) {
 		}
 	})
 }
+
+// storable reports whether the cluster's log takes the texts of a record.
+func storable(m *clusterv1.Migration) bool {
+	texts := []string{m.GetMessage(), m.GetMachine().GetLostUnknown()}
+	for _, s := range m.GetSteps() {
+		texts = append(texts, s.GetError())
+	}
+	return !slices.ContainsFunc(texts, func(s string) bool { return len(s) > longestText || strings.ContainsRune(s, 0) })
+}
+
+const longestText = 4096 // bytes

@@ -84,8 +84,6 @@ type world struct {
 	after, crashed bool
 }
 
-const longestText = 4096 // of a record, bytes
-
 const from, to, other = "h1/a", "h2/b", "h2/c"
 
 func newWorld(t *testing.T) *world {
@@ -216,11 +214,7 @@ func (w *world) Put(_ context.Context, m *clusterv1.Migration) (*clusterv1.Migra
 		if mm := m.GetMachine(); len(mm.GetSessions())+len(mm.GetAway())+len(mm.GetCandidates()) > w.most {
 			return ErrRefused
 		}
-		texts := []string{m.GetMessage(), m.GetMachine().GetLostUnknown()}
-		for _, s := range m.GetSteps() {
-			texts = append(texts, s.GetError())
-		}
-		if slices.ContainsFunc(texts, func(s string) bool { return len(s) > longestText || strings.ContainsRune(s, 0) }) {
+		if !storable(m) {
 			return ErrRefused
 		}
 		w.kept = proto.CloneOf(m)
