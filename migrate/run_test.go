@@ -497,3 +497,11 @@ func storable(m *clusterv1.Migration) bool {
 }
 
 const longestText = 4096 // bytes
+
+// requested is what a host takes in one request.
+func requested(names ...string) error {
+	if n := len(strings.Join(names, "  ")); n > 256<<10 {
+		return fmt.Errorf("a request of %d bytes is too large", n)
+	}
+	return nil
+}

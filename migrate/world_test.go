@@ -577,14 +577,6 @@ func (s *site) keep(host, session string, state int) error {
 	return nil
 }
 
-// requested is what a host takes in one request.
-func requested(names ...string) error {
-	if n := len(strings.Join(names, "  ")); n > 256<<10 {
-		return fmt.Errorf("a request of %d bytes is too large", n)
-	}
-	return nil
-}
-
 func (s *site) Freeze(_ context.Context, _ vm.VM, f Freezing, _ Progress) error {
 	sessions, away, to := f.Sessions, f.Away, f.To
 	return s.do("freeze", func() error {
