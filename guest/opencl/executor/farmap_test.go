@@ -16,6 +16,17 @@ import (
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
+// hears has a carrier listen to the far executor until the test ends.
+func (f *farEnd) hears(t *testing.T, handle func(link.Frame) error) {
+	peer := link.New(link.Options{ID: link.ID{1}, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody})
+	a, b := net.Pipe()
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 2)
+	go func() { done <- f.commands.Serve(ctx, a, func(link.Frame) error { return nil }) }()
+	go func() { done <- peer.Serve(ctx, b, handle) }()
+	t.Cleanup(func() { cancel(); <-done; <-done })
+}
+
 // After a swap, a new carrier is told of mappings whose content is still to come: if the
 // application unmaps such a region without waiting, the bytes that it has there are older
 // than those of the far executor, and must not be sent.
@@ -23,21 +34,13 @@ func TestRestoredMappingsThatAreYetToRunCome(t *testing.T) {
 	f := testFarEnd(t)
 	got := map[uint32]remote.Mapping{}
 	all := make(chan struct{})
-	peer := link.New(link.Options{ID: link.ID{1}, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody})
-	a, b := net.Pipe()
-	ctx, cancel := context.WithCancel(t.Context())
-	done := make(chan error, 2)
-	go func() { done <- f.commands.Serve(ctx, a, func(link.Frame) error { return nil }) }()
-	go func() {
-		done <- peer.Serve(ctx, b, func(fr link.Frame) error {
-			m, err := remote.ParseMapping(fr.Head, farSplit)
-			if got[m.ID] = m; len(got) == 5 {
-				close(all)
-			}
-			return err
-		})
-	}()
-	t.Cleanup(func() { cancel(); <-done; <-done })
+	f.hears(t, func(fr link.Frame) error {
+		m, err := remote.ParseMapping(fr.Head, farSplit)
+		if got[m.ID] = m; len(got) == 5 {
+			close(all)
+		}
+		return err
+	})
 
 	park := func(m wire.Request, op wire.Op, alias map[uint32]uint32) *parkedCall {
 		return &parkedCall{call: call{op, wire.NoSlot, m.Append(nil)}, alias: alias}
@@ -92,23 +95,15 @@ func TestRestoredMappingsThatAreYetToEndAreNotTold(t *testing.T) {
 	f := testFarEnd(t)
 	told := map[uint32]bool{}
 	all := make(chan struct{})
-	peer := link.New(link.Options{ID: link.ID{1}, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody})
-	a, b := net.Pipe()
-	ctx, cancel := context.WithCancel(t.Context())
-	done := make(chan error, 2)
-	go func() { done <- f.commands.Serve(ctx, a, func(link.Frame) error { return nil }) }()
-	go func() {
-		done <- peer.Serve(ctx, b, func(fr link.Frame) error {
-			if fr.Kind != remote.KindMapped {
-				close(all)
-				return nil
-			}
-			m, err := remote.ParseMapping(fr.Head, farSplit)
-			told[m.ID] = true
-			return err
-		})
-	}()
-	t.Cleanup(func() { cancel(); <-done; <-done })
+	f.hears(t, func(fr link.Frame) error {
+		if fr.Kind != remote.KindMapped {
+			close(all)
+			return nil
+		}
+		m, err := remote.ParseMapping(fr.Head, farSplit)
+		told[m.ID] = true
+		return err
+	})
 
 	m := &mem{id: wire.FirstID, size: 1 << 20, maps: map[uint32]*mapping{}}
 	for id := range uint32(3) {

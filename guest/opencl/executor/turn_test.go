@@ -204,9 +204,7 @@ func TestSessionThatWaitsForItsTurnIsFrozenAndSwapped(t *testing.T) {
 	ctx, q, k := c.setup(0)
 	b := c.buffer(ctx, 4096)
 	c.fill(q, b, 4096, 1)
-	seat := d.seats(a, "a")
-	d.another()
-	d.waiting(seat, "it takes turns", isShared)
+	seat := d.takesTurns(a)
 	d.takes()
 	c.launch(q, k, b, 10, 1024, 0)
 	e := c.id()
@@ -239,19 +237,32 @@ func eventStatus(c *client, e uint32) int32 {
 	return int32(b[0]) | int32(b[1])<<8 | int32(b[2])<<16 | int32(b[3])<<24
 }
 
-// A turn that is granted while the session is being frozen is given back.
-func TestFreezeHoldsNoTurn(t *testing.T) {
-	d := newDesk(t)
-	c := newClient(t)
-	a := c.executor(1)
+// ones makes a session with a buffer of ones.
+func (d *desk) ones() (c *client, a *session, q, k, b uint32) {
+	c = newClient(d.t)
+	a = c.executor(1)
 	a.activate()
 	ctx, q, k := c.setup(0)
-	b := c.buffer(ctx, 4096)
+	b = c.buffer(ctx, 4096)
 	c.fill(q, b, 4096, 1)
 	c.call(&wire.Finish{Queue: q})
+	return c, a, q, k, b
+}
+
+// takesTurns has the session share the GPU with another one.
+func (d *desk) takesTurns(a *session) *turn.Seat {
+	d.t.Helper()
 	seat := d.seats(a, "a")
 	d.another()
 	d.waiting(seat, "it takes turns", isShared)
+	return seat
+}
+
+// A turn that is granted while the session is being frozen is given back.
+func TestFreezeHoldsNoTurn(t *testing.T) {
+	d := newDesk(t)
+	c, a, q, k, b := d.ones()
+	seat := d.takesTurns(a)
 	for range 20 {
 		d.takes()
 		c.launch(q, k, b, 1, 1024, 0)
@@ -279,9 +290,7 @@ func TestSessionIsFreeWithoutArbiter(t *testing.T) {
 	ctx, q, k := c.setup(0)
 	b := c.buffer(ctx, 4096)
 	c.fill(q, b, 4096, 1)
-	seat := d.seats(a, "a")
-	d.another()
-	d.waiting(seat, "it takes turns", isShared)
+	seat := d.takesTurns(a)
 	d.takes()
 	for range 300 { // more than a turn has
 		c.launch(q, k, b, 1, 1024, 0)
@@ -339,16 +348,8 @@ func TestArbiterThatMakesNoSenseIsNotListenedTo(t *testing.T) {
 // meanwhile: what it would launch is in no graph, and would still run when the contents are read.
 func TestSessionThatIsSetFreeDuringAFreezeLaunchesNothing(t *testing.T) {
 	d := newDesk(t)
-	c := newClient(t)
-	a := c.executor(1)
-	a.activate()
-	ctx, q, k := c.setup(0)
-	b := c.buffer(ctx, 4096)
-	c.fill(q, b, 4096, 1)
-	c.call(&wire.Finish{Queue: q})
-	seat := d.seats(a, "a")
-	d.another()
-	d.waiting(seat, "it takes turns", isShared)
+	c, a, q, k, b := d.ones()
+	d.takesTurns(a)
 	d.takes()
 	c.launch(q, k, b, 10, 1024, 0)
 	e := c.id()

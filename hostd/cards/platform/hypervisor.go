@@ -179,22 +179,8 @@ func guestAddress(doc *domxml.Document, f pci.Address) *pci.Address {
 }
 
 func (k kvmHypervisor) Owners(ctx context.Context) (map[pci.Address]vm.VM, error) {
-	all, err := k.client.Domains(ctx)
-	if err != nil {
-		return nil, err
-	}
 	out := map[pci.Address]vm.VM{}
-	for _, d := range all {
-		if d.ID < 0 {
-			continue
-		}
-		doc, err := document(ctx, k.client, d, 0)
-		if errors.Is(err, virt.ErrNotFound) {
-			continue // it has ended since it was listed
-		}
-		if err != nil {
-			return nil, err
-		}
+	err := eachRunning(ctx, k.client, func(m vm.VM, doc *domxml.Document) {
 		has := doc.Interfaces()
 		for _, h := range doc.HostDevices() {
 			if h.Source.MDev == "" {
@@ -202,10 +188,36 @@ func (k kvmHypervisor) Owners(ctx context.Context) (map[pci.Address]vm.VM, error
 			}
 		}
 		for _, a := range has {
-			out[a] = vm.VM{UUID: d.UUID.String(), Name: d.Name}
+			out[a] = m
 		}
+	})
+	if err != nil {
+		return nil, err
 	}
 	return out, nil
+}
+
+// eachRunning calls f with each VM that runs, and its definition. One that has ended since it was
+// listed is left out.
+func eachRunning(ctx context.Context, c *virt.Client, f func(vm.VM, *domxml.Document)) error {
+	all, err := c.Domains(ctx)
+	if err != nil {
+		return err
+	}
+	for _, d := range all {
+		if d.ID < 0 {
+			continue
+		}
+		doc, err := document(ctx, c, d, 0)
+		if errors.Is(err, virt.ErrNotFound) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		f(vm.VM{UUID: d.UUID.String(), Name: d.Name}, doc)
+	}
+	return nil
 }
 
 // noHypervisor is the Hypervisor of a host without VMs.

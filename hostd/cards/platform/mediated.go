@@ -19,27 +19,16 @@ import (
 type mediated struct{ client *virt.Client }
 
 func (m mediated) Owners(ctx context.Context) (map[string]vm.VM, error) {
-	all, err := m.client.Domains(ctx)
-	if err != nil {
-		return nil, err
-	}
 	out := map[string]vm.VM{}
-	for _, d := range all {
-		if d.ID < 0 {
-			continue
-		}
-		doc, err := document(ctx, m.client, d, 0)
-		if errors.Is(err, virt.ErrNotFound) {
-			continue // it has ended since it was listed
-		}
-		if err != nil {
-			return nil, err
-		}
+	err := eachRunning(ctx, m.client, func(owner vm.VM, doc *domxml.Document) {
 		for _, h := range doc.HostDevices() {
 			if h.Source.MDev != "" {
-				out[strings.ToLower(h.Source.MDev)] = vm.VM{UUID: d.UUID.String(), Name: d.Name}
+				out[strings.ToLower(h.Source.MDev)] = owner
 			}
 		}
+	})
+	if err != nil {
+		return nil, err
 	}
 	return out, nil
 }
