@@ -77,7 +77,7 @@ func TestClusterScripts(t *testing.T) {
 			e.Setenv("TZ", "UTC")
 			return nil
 		},
-		Cmds: map[string]func(*testscript.TestScript, bool, []string){"cluster": control, "sleep": nap},
+		Cmds: map[string]func(*testscript.TestScript, bool, []string){"cluster": control, "until": until},
 	})
 }
 
