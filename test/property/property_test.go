@@ -462,7 +462,7 @@ func (r *runner) check(ctx context.Context, script string) error {
 	if os.Getenv("GPUCTL_PROPERTY_NATIVE") != "" {
 		switch native, err := r.natively(ctx, script); {
 		case err != nil:
-			return fmt.Errorf("natively: %w\n%s", err, native)
+			return fmt.Errorf("%w: natively: %w\n%s", errVendor, err, native)
 		case native != virtual(want):
 			return fmt.Errorf("natively (-) and undisturbed (+) differ:\n%s", differ(native, virtual(want)))
 		}
@@ -509,6 +509,37 @@ func TestSwapsDoNotShowWithEveryTransferInALane(t *testing.T) {
 	}
 	t.Setenv("GPUCTL_ICD", library)
 	swapsDoNotShow(t, 20*time.Second)
+}
+
+// TestSwapsDoNotShowBehindCarriers runs such programs on GPUs here and of another host, and
+// compares what they print with what they print natively.
+func TestSwapsDoNotShowBehindCarriers(t *testing.T) {
+	behindCarriers(t)
+	swapsDoNotShow(t, 20*time.Second)
+}
+
+// TestReadsIntoMappedRegionsBehindCarriers has a program that unmaps regions to which reads
+// still bring data.
+func TestReadsIntoMappedRegionsBehindCarriers(t *testing.T) {
+	behindCarriers(t)
+	r := start(t)
+	b, err := os.ReadFile("testdata/brought-to-mapped.script")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 5 {
+		if err := r.check(t.Context(), string(b)); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func behindCarriers(t *testing.T) {
+	t.Helper()
+	if os.Getenv(rig.CarrierVariable) == "" { // else the whole suite is
+		t.Setenv(rig.CarrierVariable, "roam")
+	}
+	t.Setenv("GPUCTL_PROPERTY_NATIVE", "1")
 }
 
 func swapsDoNotShow(t *testing.T, most time.Duration) {

@@ -94,6 +94,14 @@ func (f *farEnd) unmap(t *testing.T, c *carrier, mem, id uint32) (sent int) {
 	return f.bytes - before
 }
 
+// ended plays the end of a read.
+func (f *farEnd) ended(t *testing.T, c *carrier, pend uint32) {
+	t.Helper()
+	if err := c.giveCommand(remote.KindPend, remote.Words(uint64(pend), wire.PendDone), nil); err != nil {
+		t.Fatal(err)
+	}
+}
+
 func TestOnlyWhatWasChangedIsSent(t *testing.T) {
 	const at, n = 1 << 20, 3<<20 + 100
 	x := remote.Range(at, n)
@@ -173,6 +181,48 @@ func TestWhatTheApplicationMayHaveWrittenIsSent(t *testing.T) {
 }
 
 // A far host that tells of mappings again and again makes a carrier keep no more for it.
+// The library sends a region to which a read brings data when the read has ended. What the
+// carrier sends before would be older than what the read has put into the far executor's arena.
+func TestRegionToWhichAReadBringsDataIsNotSentBefore(t *testing.T) {
+	c := newCarrier(t)
+	f := attach(t, c)
+	const at, n = 1 << 20, 2624
+	read := func(slot uint16, pend uint32, off uint64) {
+		r := &wire.ReadBuffer{Mode: wire.DataStaged, StageOff: off, StageLen: 64, Size: 64, Pend: pend}
+		if err := c.take(&batch{}, shm.Record{Op: wire.OpReadBuffer, Slot: slot, Body: r.Append(nil)}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, v := range []struct {
+		name string
+		slot uint16
+		pend uint32
+		off  uint64
+		sent int
+	}{
+		{"begins in it", wire.NoSlot, 7, at + n - 1, 0},
+		{"ends in it", wire.NoSlot, 7, at - 63, 0},
+		{"before it", wire.NoSlot, 7, at - 64, n},
+		{"after it", wire.NoSlot, 7, at + n, n},
+		{"blocking, of other bytes of a row", 3, 0, at, n}, // the library does not count it
+	} {
+		t.Run(v.name, func(t *testing.T) {
+			f.show(t, c, 1, 1, remote.Range(at, n), true)
+			read(v.slot, v.pend, v.off)
+			if sent := f.unmap(t, c, 1, 1); sent != v.sent {
+				t.Errorf("%d bytes were sent, not %d", sent, v.sent)
+			}
+			if v.pend != 0 {
+				f.ended(t, c, v.pend)
+				f.show(t, c, 1, 1, remote.Range(at, n), true)
+				if sent := f.unmap(t, c, 1, 1); sent != n {
+					t.Errorf("%d bytes were sent when the read had ended, not %d", sent, n)
+				}
+			}
+		})
+	}
+}
+
 func TestShownRegionsAreBounded(t *testing.T) {
 	c := newCarrier(t)
 	for i := range 3 * mostShown {

@@ -215,7 +215,7 @@ func (c *carrier) take(t *batch, rec shm.Record) error {
 		k := mapKey{u.Mem, u.Map}
 		if x, ok := c.mappings[k]; ok {
 			delete(c.mappings, k)
-			if x.Writes {
+			if x.Writes && !c.comes(&x.Block) {
 				blocks = x.Block
 			}
 			had = c.forget(k)
@@ -256,6 +256,19 @@ func (c *carrier) expect(slot uint16, pend uint32, off, n uint64) {
 	case slot != wire.NoSlot:
 		c.reads[slotKey(slot)] = [2]uint64{off, n}
 	}
+}
+
+// comes reports whether a read that the application does not wait for brings data to a region
+// which it had mapped. The library sends such a region by a write of its own, when it is here.
+// What is here now is older, and would overwrite what the read has brought to the far
+// executor's arena. The caller holds c.mu.
+func (c *carrier) comes(x *remote.Block) bool {
+	for k, r := range c.reads {
+		if k < wire.PendCount && (span{r[0], r[1]}).meets(span{x.At, x.End() - x.At}) {
+			return true
+		}
+	}
+	return false
 }
 
 func slotKey(slot uint16) uint32 { return wire.PendCount + uint32(slot) }
