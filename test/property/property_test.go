@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strconv"
 	"strings"
 	"sync"
@@ -393,12 +394,16 @@ func (r *runner) natively(ctx context.Context, script string) (string, error) {
 	return b.String(), err
 }
 
-// virtual leaves out what shows the virtual device.
-func virtual(out string) string {
+// ended is how a callback learns of the end of an event that was over before it was set: PoCL
+// says complete also if the event has failed.
+var ended = regexp.MustCompile(`^(callback .* status) (0|-\d+)$`)
+
+// plain leaves out what shows the virtual device, and what natively is another way.
+func plain(out string) string {
 	var b strings.Builder
 	for l := range strings.Lines(out) {
 		if !strings.HasPrefix(l, "device ") {
-			b.WriteString(l)
+			b.WriteString(ended.ReplaceAllString(strings.TrimSuffix(l, "\n"), "$1 of its end") + "\n")
 		}
 	}
 	return b.String()
@@ -463,8 +468,8 @@ func (r *runner) check(ctx context.Context, script string) error {
 		switch native, err := r.natively(ctx, script); {
 		case err != nil:
 			return fmt.Errorf("%w: natively: %w\n%s", errVendor, err, native)
-		case native != virtual(want):
-			return fmt.Errorf("natively (-) and undisturbed (+) differ:\n%s", differ(native, virtual(want)))
+		case plain(native) != plain(want):
+			return fmt.Errorf("natively (-) and undisturbed (+) differ:\n%s", differ(plain(native), plain(want)))
 		}
 	}
 	got, err := r.run(ctx, script, true)
