@@ -493,7 +493,7 @@ func set(name, value string) {
 }
 
 // TestSwapsDoNotShow is the property.
-func TestSwapsDoNotShow(t *testing.T) { swapsDoNotShow(t, 40*time.Second) }
+func TestSwapsDoNotShow(t *testing.T) { swapsDoNotShow(t, 30*time.Second) }
 
 // TestSwapsDoNotShowWithEveryTransferInALane runs such programs with a library
 // that puts no transfer aside, however small: each is moved when its turn has
@@ -516,7 +516,7 @@ func TestSwapsDoNotShowWithEveryTransferInALane(t *testing.T) {
 // compares what they print with what they print natively.
 func TestSwapsDoNotShowBehindCarriers(t *testing.T) {
 	behindCarriers(t)
-	swapsDoNotShow(t, 20*time.Second)
+	swapsDoNotShow(t, 15*time.Second)
 }
 
 // TestReadsIntoMappedRegionsBehindCarriers has a program that unmaps regions to which reads
