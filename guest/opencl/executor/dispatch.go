@@ -233,9 +233,26 @@ func (s *session) release(id, callback uint32) error {
 	return nil
 }
 
+// dropQueue gives a queue back that nobody uses. Its commands are waited for in another
+// goroutine: they may take long, or be waiting for commands that the application has not
+// flushed yet.
 func (s *session) dropQueue(q *queue) {
-	if q.dead && q.users == 0 && q.vendor != 0 {
+	switch {
+	case !q.dead || q.users > 0 || q.vendor == 0:
+	case !q.busy():
 		s.closeQueue(q)
+	default:
+		q.users++
+		s.spawn(func() {
+			cl.Finish(q.vendor)
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			q.users--
+			q.idle = q.seq
+			s.settle(q, true)
+			s.gateIfIdle()
+			s.dropQueue(q)
+		})
 	}
 }
 

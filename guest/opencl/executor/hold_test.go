@@ -1,10 +1,13 @@
 package executor
 
 import (
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // A parked command may name an object twice, or an object and a part of it. If the
@@ -88,5 +91,44 @@ func TestHeldCommandThatNamesAnObjectTwiceLetsGoOfItOnce(t *testing.T) {
 				t.Fatalf("%d bytes are counted as taken, none are", int64(s.memory))
 			}
 		})
+	}
+}
+
+// An application that releases a queue does not wait for its commands, nor do other calls.
+func TestReleasedQueueWhoseKernelRunsKeepsNobodyWaiting(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, other, _ := c.setup(0)
+	q, k, b := c.id(), c.id(), c.buffer(ctx, 4096)
+	c.call(&wire.CreateQueue{ID: q, Context: ctx, Device: 1})
+	p := c.program(ctx, "kernel void until(volatile global uint *a) { while (!a[0]) ; a[1] = 5; }")
+	c.call(&wire.BuildProgram{Program: p})
+	c.call(&wire.CreateKernel{ID: k, Program: p, Name: []byte("until")})
+	c.fill(q, b, 4096, 0)
+	c.call(&wire.Finish{Queue: q})
+	var word *uint32
+	inside(s, b, func(m *mem) { word = c.arena.Word32(m.arena) })
+
+	c.post(&wire.SetArg{Kernel: k, Index: 0, Kind: wire.ArgMem, Object: b, Size: 8})
+	c.post(&wire.Ndrange{Queue: q, Kernel: k, Dims: 1, Glob0: 1})
+	c.call(&wire.Flush{Queue: q})
+	c.post(&wire.Release{ID: q})
+	slot := c.start(&wire.Finish{Queue: other})
+	for end := time.Now().Add(10 * time.Second); !c.answered(slot) && time.Now().Before(end); {
+		time.Sleep(time.Millisecond)
+	}
+	answered := c.answered(slot)
+	atomic.StoreUint32(word, 1)
+	if st, _ := c.answer(slot); st != cl.Success || !answered {
+		t.Errorf("finish of another queue: %v, while the kernel ran: %v", st, answered)
+	}
+	testkit.Until(t, "the released queue is gone", func() error {
+		n := 0
+		inside(s, ctx, func(x *clContext) { n = len(x.queues) })
+		return testkit.Want(n == 1, n)
+	})
+	if got := c.read(other, b, 8); got[1] != 5 {
+		t.Errorf("the kernel has written %d", got[1])
 	}
 }

@@ -87,14 +87,9 @@ func (s *session) createQueue(m *wire.CreateQueue) (outcome, error) {
 	return done(cl.Success), s.put(m.ID, q)
 }
 
-// closeQueue waits until the enqueued commands have ended, as clReleaseCommandQueue does.
-// The client releases a queue only after its events.
+// closeQueue gives a queue back whose commands have ended. The client releases a queue only
+// after its events.
 func (s *session) closeQueue(q *queue) {
-	if q.busy() {
-		cl.Finish(q.vendor)
-		q.idle = q.seq
-		s.settle(q, true)
-	}
 	q.setBarrier(0)
 	cl.ReleaseCommandQueue(q.vendor)
 	q.vendor = 0
