@@ -254,6 +254,9 @@ type peerSink struct {
 	stays bool // the connection is for later exports, too
 	ends  bool // the receiver is told when an export has ended
 	some  some // objects
+
+	clear   func() error // waits until contents may be stored where this executor has them; nil: they may
+	cleared bool         // that is so for all objects of the export, and for the window
 }
 
 // some is which objects a receiver gets.
@@ -337,9 +340,11 @@ func (p *peerSink) inPlace(m *mem) bool { return !p.bytes || !m.mapFailed.Load()
 
 func (p *peerSink) place(ps []piece) error {
 	s := p.s
+	before := s.windows
 	if err := s.openWindow(windowChunk * windowDepth); err != nil {
 		return err
 	}
+	p.cleared = p.cleared && s.windows == before
 	if p.asks {
 		p.asks = false
 		b := make([]byte, 8, 32) // a batch without pieces
@@ -426,6 +431,12 @@ func (p *peerSink) accept(ps []piece) error {
 		if p.sizes {
 			b = binary.LittleEndian.AppendUint64(b, x.bytes())
 		}
+	}
+	if p.clear != nil && !p.cleared {
+		if err := p.clear(); err != nil {
+			return err
+		}
+		p.cleared = true
 	}
 	parcel := remote.NewParcel(b)
 	for i := range ps {

@@ -41,6 +41,7 @@ type farEnd struct {
 	cbSent, cbTaken    uint64
 	outSent, outTaken  uint64
 	synced, syncedWant uint64
+	freed, freedThere  uint64         // how often memory was freed; as often the carrier has given it back
 	marks              uint64         // on the stream of commands
 	joined             []*link.Stream // those of chunks that have been connected
 	answers            map[*link.Stream]*syncAnswer
@@ -250,6 +251,32 @@ func (f *farEnd) sync(ctx context.Context) error {
 	return nil
 }
 
+// free tells the carrier of memory that nothing uses any more.
+func (f *farEnd) free(off, size uint64) {
+	f.say(remote.KindFreed, off, size)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.freed++
+}
+
+// awaitFreed waits until the carrier has given back the memory that it was told of: contents go on
+// another connection, maybe to the same place.
+func (f *farEnd) awaitFreed(ctx context.Context) error {
+	f.mu.Lock()
+	n, before := f.freed, f.freedThere
+	f.mu.Unlock()
+	if n == before {
+		return nil
+	}
+	if err := f.sync(ctx); err != nil {
+		return err
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.freedThere = max(f.freedThere, n)
+	return nil
+}
+
 // drain waits until the requests that have come were taken. Nobody else has those that are left in
 // the ring of a far executor: the next executor would never see them.
 func (f *farEnd) drain(ctx context.Context) error {
@@ -388,6 +415,7 @@ func (f *farEnd) exportHome(ctx context.Context, s *session, m *gpuctlv1.ExportR
 	return f.home.use(ctx, u, func(p *peerSink) error {
 		// Each target of the same connection is told anew where the window is.
 		p.some, p.asks = allObjects, p.wants
+		p.clear, p.cleared = func() error { return f.awaitFreed(ctx) }, false
 		if m.Mapped && m.Final {
 			p.some = mappedOnly
 			return s.export(ctx, "", false, true, p, report)

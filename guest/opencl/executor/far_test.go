@@ -269,6 +269,58 @@ func TestMuchIsShownWhileRequestsFillTheRing(t *testing.T) {
 	<-served
 }
 
+// Contents go on another connection than the news of memory that is free. They may be for the same
+// place, and would be gone with that memory if they came first.
+func TestContentsWaitForFreedMemoryToBeGivenBack(t *testing.T) {
+	f := testFarEnd(t)
+	s := &session{far: f, arena: f.arena}
+	peer := link.New(link.Options{ID: link.ID{1}, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody})
+	a, b := net.Pipe()
+	ctx, cancel := context.WithCancel(t.Context())
+	served, kinds := make(chan error, 2), make(chan uint16, 8)
+	go func() { served <- f.commands.Serve(ctx, a, f.command) }()
+	go func() { served <- peer.Serve(ctx, b, func(fr link.Frame) error { kinds <- fr.Kind; return nil }) }()
+	defer func() { cancel(); <-served; <-served }()
+
+	ours, theirs := connected(t)
+	p := &peerSink{s: s, conn: ours, bytes: true, sizes: true, clear: func() error { return f.awaitFreed(ctx) }}
+	accept := func() chan error {
+		done := make(chan error, 1)
+		go func() { done <- p.accept([]piece{{ID: 9, N: 4096, At: 8192, m: &mem{size: 4096}}}) }()
+		return done
+	}
+	comes := func() bool {
+		_ = theirs.SetReadDeadline(time.Now().Add(50 * time.Millisecond))
+		_, err := io.ReadFull(theirs, make([]byte, 8+40+4096))
+		return err == nil
+	}
+	f.free(8192, 4096)
+	done := accept()
+	for _, want := range []uint16{remote.KindFreed, remote.KindSync} {
+		select {
+		case got := <-kinds:
+			if got != want {
+				t.Fatalf("a frame of kind %d, not %d", got, want)
+			}
+		case <-time.After(10 * time.Second):
+			t.Fatalf("no frame of kind %d", want)
+		}
+	}
+	if comes() {
+		t.Error("contents have come before the memory was given back")
+	}
+	if err := f.giveCommand(remote.KindSynced, remote.Words(1), nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-done; err != nil || !comes() {
+		t.Error("no contents have come:", err)
+	}
+	p.cleared = false // the next export, before which nothing was freed
+	if err := <-accept(); err != nil || !comes() {
+		t.Error("no contents have come:", err)
+	}
+}
+
 // The first connection of a carrier may break before it is answered. The next one is the first then.
 func TestFirstConnectionThatBreaksDoesNotTakeTheLease(t *testing.T) {
 	v := &farServer{first: make(chan remote.Hello, 1), ctrl: newCarried()}

@@ -98,7 +98,7 @@ func mainFar(ctx context.Context, cfg Config) error {
 	if err != nil {
 		return err
 	}
-	s.ring, s.far, s.host.freed = far, far, func(off, size uint64) { far.say(remote.KindFreed, off, size) }
+	s.ring, s.far, s.host.freed = far, far, far.free
 	if s.out, err = captureOutput(far); err != nil {
 		return err
 	}
