@@ -515,30 +515,34 @@ func TestSwapsDoNotShowWithEveryTransferInALane(t *testing.T) {
 // TestSwapsDoNotShowBehindCarriers runs such programs on GPUs here and of another host, and
 // compares what they print with what they print natively.
 func TestSwapsDoNotShowBehindCarriers(t *testing.T) {
-	behindCarriers(t)
+	behindCarriers(t, "roam")
 	swapsDoNotShow(t, 15*time.Second)
 }
 
-// TestReadsIntoMappedRegionsBehindCarriers has a program that unmaps regions to which reads
-// still bring data.
-func TestReadsIntoMappedRegionsBehindCarriers(t *testing.T) {
-	behindCarriers(t)
+// TestMappedRegionsBehindCarriers has a program that unmaps regions to which reads still bring
+// data, and one that is swapped while a map and its unmap wait for it.
+func TestMappedRegionsBehindCarriers(t *testing.T) {
+	behindCarriers(t, "tcp")
 	r := start(t)
-	b, err := os.ReadFile("testdata/brought-to-mapped.script")
-	if err != nil {
-		t.Fatal(err)
-	}
-	for range 5 {
-		if err := r.check(t.Context(), string(b)); err != nil {
-			t.Error(err)
-		}
+	for _, name := range []string{"brought-to-mapped", "unmap-parked"} {
+		t.Run(name, func(t *testing.T) {
+			b, err := os.ReadFile("testdata/" + name + ".script")
+			if err != nil {
+				t.Fatal(err)
+			}
+			for range 4 {
+				if err := r.check(t.Context(), string(b)); err != nil {
+					t.Error(err)
+				}
+			}
+		})
 	}
 }
 
-func behindCarriers(t *testing.T) {
+func behindCarriers(t *testing.T, how string) {
 	t.Helper()
 	if os.Getenv(rig.CarrierVariable) == "" { // else the whole suite is
-		t.Setenv(rig.CarrierVariable, "roam")
+		t.Setenv(rig.CarrierVariable, how)
 	}
 	t.Setenv("GPUCTL_PROPERTY_NATIVE", "1")
 }

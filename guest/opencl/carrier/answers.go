@@ -148,6 +148,17 @@ func (c *carrier) command(f link.Frame) error {
 		c.mappings[mapKey{m.Mem, m.ID}] = m
 		c.await(m)
 		return nil
+	case remote.KindUnmapped:
+		var mem, id uint64
+		if err := remote.ParseWords(f.Head, &mem, &id); err != nil {
+			return err
+		}
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		k := mapKey{uint32(mem), uint32(id)}
+		delete(c.mappings, k)
+		c.forget(k)
+		return nil
 	}
 	return c.service(f)
 }

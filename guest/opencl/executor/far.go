@@ -320,8 +320,8 @@ func (f *farEnd) own(ctx context.Context, s *session) error {
 }
 
 // tellMaps tells a new carrier of the mappings that there are, and reports whether there are any.
-// Those that parked commands are to show will come. It does not see requests to unmap that are parked,
-// and would keep contents from such a region for ever, so it is told of it only if it is to be shown.
+// Those that parked commands are to show will come. It does not see requests to unmap that are parked:
+// it is told of such a region only if it is to be shown, and then of its end, too.
 func (s *session) tellMaps() (told bool) {
 	ends := map[*mapping]bool{}
 	for _, p := range s.parked {
@@ -344,7 +344,7 @@ func (s *session) tellMaps() (told bool) {
 			for _, mp := range m.maps {
 				if mp.unseen || !ends[mp] {
 					s.mapped(m, mp)
-					told = true
+					told, mp.told = true, ends[mp]
 				}
 			}
 		}

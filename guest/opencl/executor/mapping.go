@@ -309,6 +309,9 @@ func (s *session) unmap(x *cmd, r *wire.Unmap) (cl.Status, error) {
 		return cl.InvalidValue, nil
 	}
 	delete(m.maps, r.Map)
+	if mp.told {
+		s.far.post(remote.KindUnmapped, remote.Words(uint64(m.id), uint64(mp.ID)), nil, false)
+	}
 	root, base := m.hostRoot()
 	// Drivers take little data when a write of it is enqueued: of a region that is still to be
 	// read they would write what was there before.

@@ -159,6 +159,7 @@ type mapping struct {
 	Region [3]uint64
 	vendor unsafe.Pointer // of a unified buffer, which is mapped by the vendor, too
 	unseen bool           // a client on another host has not been shown it yet
+	told   bool           // its carrier knows of it, and will not see the request to unmap it
 	sent   *event         // of the transfer that wrote its content to the device, if one did
 	reads  cl.Event       // what reads its content, if the application does not wait for that in the call; 0: it has ended
 }

@@ -38,6 +38,9 @@ const (
 	KindLaneBusy  // Words: lane: a client is still in it
 	KindRing      // Words: slot: the client's threads have to look at lanes
 	KindTaken     // Words: callbacks, bytes of text: what was taken so far
+
+	// On the stream of commands, too.
+	KindUnmapped // Words: object, mapping: a mapping is over whose request to unmap the carrier has not seen
 )
 
 // Limits of frames, for link.Options.
