@@ -32,6 +32,7 @@ type app struct {
 	host     string        // --host
 	output   string        // --output
 	timeout  time.Duration // --timeout
+	timed    bool          // the user has said --timeout
 }
 
 // Run runs gpuctl with command-line arguments. cmdutil.Code returns the exit status for
@@ -86,6 +87,7 @@ listed; 4 nobody answers, or the cluster has no leader.`,
 	flags.StringVarP(&a.output, "output", "o", "table", "table, wide, json or yaml")
 	flags.DurationVar(&a.timeout, "timeout", defaultPatience, "of a command that changes something: how long to wait for the cluster to have a leader, and for its answer")
 	root.PersistentPreRunE = func(cmd *cobra.Command, _ []string) error {
+		a.timed = root.PersistentFlags().Changed("timeout")
 		if a.timeout <= 0 {
 			return cmdutil.Usage(errors.New("--timeout: a time greater than 0"))
 		}

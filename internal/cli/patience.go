@@ -8,6 +8,7 @@ import (
 	"connectrpc.com/connect"
 
 	"github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1/clusterv1connect"
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/internal/reason"
 )
@@ -44,21 +45,33 @@ func (a *app) patience() connect.ClientOption {
 			if !changing(req.Spec().Procedure) {
 				return next(ctx, req)
 			}
+			if waits(req) && !a.timed { // as long as it takes
+				return a.ride(ctx, "a free GPU", func() (connect.AnyResponse, error) { return next(ctx, req) })
+			}
 			bound, cancel := context.WithTimeout(ctx, a.timeout)
 			defer cancel()
-			return a.ride(bound, func() (connect.AnyResponse, error) { return next(bound, req) })
+			return a.ride(bound, "hostd's answer", func() (connect.AnyResponse, error) { return next(bound, req) })
 		}
 	}))
 }
 
-func (a *app) ride(ctx context.Context, call func() (connect.AnyResponse, error)) (connect.AnyResponse, error) {
+// waits reports whether a call is answered only when a GPU is free for its claim.
+func waits(req connect.AnyRequest) bool {
+	m, ok := req.Any().(*gpuctlv1.CreateClaimRequest)
+	return ok && m.GetWait()
+}
+
+func (a *app) ride(ctx context.Context, why string, call func() (connect.AnyResponse, error)) (connect.AnyResponse, error) {
 	type answer struct {
 		res connect.AnyResponse
 		err error
 	}
 	began, tell := time.Now(), time.NewTimer(quietPatience)
 	defer tell.Stop()
-	why := "hostd's answer"
+	limit := ""
+	if _, limited := ctx.Deadline(); limited {
+		limit = fmt.Sprintf(" of %s, --timeout", a.timeout)
+	}
 	var last error // the last error: there is no leader
 	for {
 		answers := make(chan answer, 1)
@@ -81,7 +94,7 @@ func (a *app) ride(ctx context.Context, call func() (connect.AnyResponse, error)
 			case <-again:
 				waiting = false
 			case <-tell.C:
-				fmt.Fprintf(a.Err, "gpuctl: waiting for %s (%s of %s, --timeout)\n", why, time.Since(began).Round(time.Second), a.timeout)
+				fmt.Fprintf(a.Err, "gpuctl: waiting for %s (%s%s)\n", why, time.Since(began).Round(time.Second), limit)
 				tell.Reset(tellEvery)
 			case <-ctx.Done():
 				if last != nil {

@@ -14,6 +14,8 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1/clusterv1connect"
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/reason"
 )
@@ -93,10 +95,47 @@ func TestWaitingIsTold(t *testing.T) {
 	a := &app{Stdio: cmdutil.Stdio{Err: &said}, timeout: quietPatience + time.Second}
 	ctx, cancel := context.WithTimeout(t.Context(), a.timeout)
 	defer cancel()
-	_, err := a.ride(ctx, func() (connect.AnyResponse, error) {
+	_, err := a.ride(ctx, "hostd's answer", func() (connect.AnyResponse, error) {
 		return nil, reason.Coded(reason.Errorf(reason.NoLeader, "nobody leads"))
 	})
 	if !reason.Retry(err) || !strings.Contains(said.String(), "waiting for the cluster to have a leader") {
 		t.Errorf("%v, said %q", err, said.String())
+	}
+}
+
+// queued is a host that has a GPU for a claim after some time.
+type queued struct {
+	gpuctlv1connect.UnimplementedHostServiceHandler
+}
+
+func (queued) CreateClaim(ctx context.Context, _ *connect.Request[gpuctlv1.CreateClaimRequest]) (*connect.Response[gpuctlv1.CreateClaimResponse], error) {
+	select {
+	case <-time.After(time.Second):
+		return connect.NewResponse(&gpuctlv1.CreateClaimResponse{Token: "t"}), nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+func TestWaitForAGPULastsLongerThanPatience(t *testing.T) {
+	mux := http.NewServeMux()
+	mux.Handle(gpuctlv1connect.NewHostServiceHandler(queued{}))
+	server := httptest.NewServer(mux)
+	defer server.Close()
+	a := &app{Stdio: cmdutil.Stdio{Err: &bytes.Buffer{}}, timeout: 100 * time.Millisecond}
+	c := gpuctlv1connect.NewHostServiceClient(server.Client(), server.URL, a.patience())
+	claim := func(wait bool) error {
+		_, err := c.CreateClaim(t.Context(), connect.NewRequest(&gpuctlv1.CreateClaimRequest{Wait: wait}))
+		return err
+	}
+	if err := claim(true); err != nil {
+		t.Errorf("a claim that waits for a GPU: %v", err)
+	}
+	if err := claim(false); connect.CodeOf(err) != connect.CodeDeadlineExceeded {
+		t.Errorf("a claim that does not: %v", err)
+	}
+	a.timed = true // the user has said how long
+	if err := claim(true); connect.CodeOf(err) != connect.CodeDeadlineExceeded {
+		t.Errorf("a claim that waits for so long: %v", err)
 	}
 }

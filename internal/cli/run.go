@@ -183,11 +183,10 @@ func (a *app) run(ctx context.Context, f runFlags, args []string) (err error) {
 		return fmt.Errorf("no hostd answers at %s; start it, or leave --host and $GPUCTL_HOST out to use a private one", socket)
 	}
 	host := a.dial(socket)
-	res, err := host.CreateClaim(ctx, connect.NewRequest(req))
+	claim, err := claimUntil(ctx, host, req, signals)
 	if err != nil {
 		return err
 	}
-	claim := res.Msg
 	if claim.GetClaim() == nil {
 		return a.refusedClaim(claim.GetRejected())
 	}
@@ -217,6 +216,37 @@ func (a *app) run(ctx context.Context, f runFlags, args []string) (err error) {
 		return cmdutil.WithCode(fmt.Errorf("command %s: %w", args[0], err), exitNoExec)
 	}
 	return wait(cmd, signals)
+}
+
+// claimUntil makes a claim, which may wait in the cluster's queue. A signal ends that: hostd then
+// takes back what the claim has, or is getting.
+func claimUntil(ctx context.Context, host client, req *gpuctlv1.CreateClaimRequest, signals <-chan os.Signal) (*gpuctlv1.CreateClaimResponse, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	var res *connect.Response[gpuctlv1.CreateClaimResponse]
+	answered := make(chan error, 1)
+	go func() {
+		var err error
+		res, err = host.CreateClaim(ctx, connect.NewRequest(req))
+		answered <- err
+	}()
+	for {
+		select {
+		case err := <-answered:
+			return answer(res), err
+		case s := <-signals:
+			number, ok := s.(syscall.Signal)
+			if number == syscall.SIGCONT {
+				continue // it was stopped, and goes on
+			}
+			cancel()
+			<-answered
+			if !ok {
+				return nil, context.Canceled
+			}
+			return nil, cmdutil.Status(128 + int(number))
+		}
+	}
 }
 
 // wait passes signals to the command until the command ends.
