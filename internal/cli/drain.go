@@ -143,9 +143,19 @@ func (a *app) planDrain(ctx context.Context, c clusterClient, host string, f eva
 			}
 			entries = append(entries, e)
 		}
-		return a.print(view.Object{{Name: "host", Value: host}, {Name: "vms", Value: vms.view()}, {Name: "on_it", Value: entries}})
+		if err := a.print(view.Object{{Name: "host", Value: host}, {Name: "vms", Value: vms.view()}, {Name: "on_it", Value: entries}}); err != nil {
+			return err
+		}
+		return vms.unknown
 	}
 	if len(on) == 0 && len(vms.all) == 0 {
+		switch {
+		case vms.unknown != nil: // nobody knows whether it is
+			return vms.unknown
+		case vms.other > 0:
+			a.hintOther(vms)
+			return a.say("host " + clean(host) + " has no GPU in use: it would get nothing new")
+		}
 		return a.say("host " + clean(host) + " is empty: it would get nothing new")
 	}
 	if len(vms.all) > 0 {
@@ -156,6 +166,9 @@ func (a *app) planDrain(ctx context.Context, c clusterClient, host string, f eva
 	}
 	if len(on) == 0 {
 		return nil
+	}
+	if len(vms.all) == 0 {
+		a.hintOther(vms)
 	}
 	if len(vms.all) > 0 {
 		if err := a.say(""); err != nil {
@@ -171,7 +184,7 @@ func (a *app) planDrain(ctx context.Context, c clusterClient, host string, f eva
 		return err
 	}
 	fmt.Fprintf(a.Err, "host %s would get nothing new; %s on it until moved or deleted\n", clean(host), plural(len(claims), "claim stays", "claims stay"))
-	return nil
+	return vms.unknown
 }
 
 func (a *app) cordonCommand() *cobra.Command {

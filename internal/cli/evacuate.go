@@ -74,6 +74,8 @@ func planReasons(r *gpuctlv1.MachinePlanResponse) []string {
 type vms struct {
 	all   []vm
 	other int // VMs without a GPU, which stay unless --all is given
+	// unknown is why nobody says which there are.
+	unknown error
 }
 
 func (v vms) movable() (n int) {
@@ -96,7 +98,7 @@ func (a *app) movable(ctx context.Context, cl clusterClient, host string, f evac
 	case err != nil && f.move:
 		return out, a.adviseMachine(ctx, host, "", err)
 	case err != nil:
-		fmt.Fprintf(a.Err, "the VMs of host %s are not known: %v\n", clean(host), explain(err))
+		out.unknown = fmt.Errorf("the VMs of host %s are not known: %w", clean(host), explain(err))
 		return out, nil
 	}
 	c, err := a.connectMigrations()
@@ -281,7 +283,8 @@ func (a *app) evacuated(ctx context.Context, host string, v vms, all []moved) er
 		return fmt.Errorf("%d of %s moved away from host %s; %s: stop what can't be moved, or fix what is said and repeat gpuctl drain %s --move",
 			len(all)-len(stay), plural(len(all), "VM", "VMs"), clean(host), clean(strings.Join(stay, ", "))+plural2(len(stay), " stays", " stay"), clean(host))
 	case len(lost) > 0:
-		return fmt.Errorf("host %s is empty; sessions of %s were lost on the way, or could not be asked for", clean(host), clean(strings.Join(lost, ", ")))
+		return fmt.Errorf("%s moved away from host %s; sessions of %s were lost on the way, or could not be asked for",
+			plural(len(all), "VM is", "VMs are"), clean(host), clean(strings.Join(lost, ", ")))
 	case a.structured():
 		return nil
 	case len(all) == 0:
