@@ -185,11 +185,30 @@ func (a *app) createClaim(ctx context.Context, c clusterClient, claim *clusterv1
 			return err
 		}
 	}
+	if err := unbound(res.GetClaim()); err != nil {
+		if a.structured() {
+			err = errors.Join(a.print(view.Of(res)), err)
+		}
+		return err
+	}
 	var gpus []string
 	for _, s := range res.GetAssignments() {
 		gpus = append(gpus, s.GetGpu())
 	}
 	return a.result(view.Of(res), "claim %s is %s: %s", claim.GetId(), claimState(res.GetClaim()), orWord(strings.Join(gpus, ", "), "no GPU"))
+}
+
+// unbound returns an error if a claim has no GPU that its holder may use: there was one of the
+// name already, which is given back, or has lost what it had.
+func unbound(c *clusterv1.Claim) error {
+	name := clean(c.GetId())
+	switch c.GetState() {
+	case clusterv1.ClaimState_CLAIM_STATE_RELEASING:
+		return cmdutil.WithCode(fmt.Errorf("claim %s was deleted, and its hosts still take its GPUs back: create it again when gpuctl get claims does not list it any more", name), cmdutil.Refused)
+	case clusterv1.ClaimState_CLAIM_STATE_PENDING:
+		return cmdutil.WithCode(fmt.Errorf("claim %s exists, and has no GPU%s; gpuctl claim delete %s, and create it again", name, clean(colon(c.GetMessage())), name), cmdutil.Refused)
+	}
+	return nil
 }
 
 func colon(s string) string {

@@ -95,7 +95,7 @@ func serve(h http.Handler, socket string) (stop func(), err error) {
 func control(ts *testscript.TestScript, _ bool, args []string) {
 	c, ok := ts.Value("cluster").(*clitest.Cluster)
 	if !ok || len(args) != 2 {
-		ts.Fatalf("usage: cluster role|leader|joined|drop|free|forget VALUE")
+		ts.Fatalf("usage: cluster role|leader|joined|drop|free|forget|releasing|lost VALUE")
 	}
 	switch args[0] {
 	case "role":
@@ -109,6 +109,10 @@ func control(ts *testscript.TestScript, _ bool, args []string) {
 		c.SetJoined(args[1] == "yes")
 	case "drop":
 		c.Drop()
+	case "releasing":
+		c.Put(&clusterv1.Claim{Id: args[1], State: clusterv1.ClaimState_CLAIM_STATE_RELEASING})
+	case "lost":
+		c.Put(&clusterv1.Claim{Id: args[1], State: clusterv1.ClaimState_CLAIM_STATE_PENDING, Message: "its assignments have been released"})
 	case "forget":
 		c.Delete(clusterv1.Kind_KIND_GPU, args[1])
 	default:

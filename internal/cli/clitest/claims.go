@@ -95,7 +95,11 @@ func (c *Cluster) CreateClaim(_ context.Context, r *connect.Request[clusterv1.Cr
 	if claim.GetId() == "" {
 		return nil, fail(connect.CodeInvalidArgument, "a claim needs a name")
 	}
-	if old := c.objects[clusterv1.Kind_KIND_CLAIM][claim.GetId()]; old != nil {
+	old, exists := c.objects[clusterv1.Kind_KIND_CLAIM][claim.GetId()].(*clusterv1.Claim)
+	switch {
+	case old.GetState() == clusterv1.ClaimState_CLAIM_STATE_RELEASING, old.GetState() == clusterv1.ClaimState_CLAIM_STATE_PENDING && old.GetUnmet() == 0:
+		return connect.NewResponse(&clusterv1.CreateClaimResponse{Claim: old}), nil // as it is
+	case exists:
 		return nil, fail(connect.CodeAlreadyExists, "claim %s exists, with other needs", claim.GetId())
 	}
 	claim.Owner, claim.CreatedUnixMs = "ada", 1
