@@ -127,11 +127,17 @@ func (a *app) tokenDeleteCommand() *cobra.Command {
 			}
 			var failed []error
 			for _, id := range ids {
-				if _, err := call(cmd.Context(), c, c.DeleteToken, &clusterv1.DeleteTokenRequest{Id: id}); err != nil {
+				_, err := call(cmd.Context(), c, c.DeleteToken, &clusterv1.DeleteTokenRequest{Id: id})
+				if err != nil {
 					failed = append(failed, err)
 					continue
 				}
-				if err := a.result(map[string]string{"deleted": id}, "token %s is deleted", id); err != nil {
+				if a.structured() {
+					err = a.printLine(map[string]string{"deleted": id}) // one of several
+				} else {
+					err = a.say(clean(fmt.Sprintf("token %s is deleted", id)))
+				}
+				if err != nil {
 					return err
 				}
 			}
