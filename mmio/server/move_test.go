@@ -8,13 +8,17 @@ import (
 	"io"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/iotest"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/mmio"
 	"github.com/gpuctl/gpuctl/mmio/mmiotest"
 	"github.com/gpuctl/gpuctl/mmio/pciconf"
+	"github.com/gpuctl/gpuctl/mmio/xen"
 )
 
 const owner = "8f9c9f2e-0000-4000-8000-000000000001"
@@ -291,6 +295,50 @@ func TestPartThatAwaitsIsEnded(t *testing.T) {
 		t.Errorf("resumed what is lost: %v", err)
 	}
 	r.detach("b")
+}
+
+// ending is a hypervisor whose domain ends when it is to have its interrupt pin set.
+type ending struct {
+	xen.Hypervisor
+	ended atomic.Bool
+}
+
+func (e *ending) DeviceOp(domain uint16, op, more []byte) error {
+	const level = 8
+	if binary.LittleEndian.Uint32(op) == level {
+		e.ended.Store(true)
+	}
+	if e.ended.Load() {
+		return unix.ESRCH
+	}
+	return e.Hypervisor.DeviceOp(domain, op, more)
+}
+
+// TestDomainThatEndsAsItGetsAPartIsLetGo: a page of it that stays mapped would keep it, as a
+// zombie with the VM's UUID. The hypervisor of the test says at its end what is mapped still.
+func TestDomainThatEndsAsItGetsAPartIsLetGo(t *testing.T) {
+	r := newRig(t)
+	var hv *ending
+	r.over = func(h xen.Hypervisor) xen.Hypervisor {
+		hv = &ending{Hypervisor: h}
+		return hv
+	}
+	r.start()
+	d := r.xen.Domain(7, 1, 16)
+	r.attach(owned("a", 7))
+	plug(d, 0x1f)
+	config, err := r.client.Park(t.Context(), "a")
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.xen.Domain(8, 1, 16)
+	p := owned("b", 8)
+	p.Await, p.Config = true, config
+	if err := r.client.Attach(t.Context(), p); err == nil || !hv.ended.Load() {
+		t.Errorf("a part for a domain that has ended: %v", err)
+	}
+	hv.ended.Store(false)
+	r.detach("a")
 }
 
 // TestOneOperationOnAPartAtATime: while contents are sent, nothing else is done with the part, and

@@ -322,7 +322,11 @@ func (s *Server) attach(ctx context.Context, p Part) (err error) {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), patience)
 		defer cancel()
 		err := n.server.Destroy(ctx)
-		if err != nil && !gone(err) { // a vCPU waits for it, and is answered for as long as it exists
+		switch {
+		case err == nil:
+		case gone(err):
+			_ = n.server.Close() // or its domain would never end quite
+		default: // a vCPU waits for it, and is answered for as long as it exists
 			n.lost = "it could not be given"
 			s.serve(n, xen.Gone{})
 			s.parts[p.ID] = n

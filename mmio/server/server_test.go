@@ -15,6 +15,7 @@ import (
 	"github.com/gpuctl/gpuctl/mmio"
 	"github.com/gpuctl/gpuctl/mmio/mediate"
 	"github.com/gpuctl/gpuctl/mmio/mmiotest"
+	"github.com/gpuctl/gpuctl/mmio/xen"
 	"github.com/gpuctl/gpuctl/mmio/xen/xentest"
 )
 
@@ -25,6 +26,7 @@ type rig struct {
 	dir    string
 	log    testkit.Log
 	client Client
+	over   func(xen.Hypervisor) xen.Hypervisor // nil: nothing is between the server and Xen
 }
 
 func newRig(t *testing.T) *rig {
@@ -62,6 +64,9 @@ func (r *rig) start() *process {
 	}
 	p := &process{of: r.xen.Process()}
 	s := &Server{Dir: r.dir, Name: "g", Model: model, GPU: gpu, Xen: p.of, Log: log}
+	if r.over != nil {
+		s.Xen = r.over(p.of)
+	}
 	ctx, cancel := context.WithCancel(context.Background())
 	ready, ended := make(chan struct{}), make(chan error, 1)
 	go func() { ended <- s.Run(ctx, func() { close(ready) }) }()
