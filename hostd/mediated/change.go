@@ -88,13 +88,30 @@ func (k *Keeper) against(m vm.Info, r *gpuctlv1.AttachRequest, gpus []GPU) (out 
 	if r.GetWeight() > maxWeight {
 		out = append(out, why("weight", "weight %d is not from 1 to %d", r.GetWeight(), maxWeight))
 	}
-	if len(gpus) == 0 {
+	switch {
+	case len(gpus) == 0:
 		out = append(out, why("profile", "no mediated GPU of this host has that profile or that much memory: gpuctl cards -o wide lists them"))
+	case !slices.ContainsFunc(gpus, k.works):
+		out = append(out, why("health", "mediated GPU %s: nobody can use it: gpuctl cards says why", gpus[0].Name))
+	case !slices.ContainsFunc(gpus, func(g GPU) bool { return k.works(g) && k.hasRoom(g) }):
+		out = append(out, why("busy", "all parts that it could have are taken: gpuctl cards lists which VM has which"))
 	}
 	if k.slot(m.UUID) == 0 {
 		out = append(out, why("count", "VM %s has no slot left for another part", m.Name))
 	}
 	return out
+}
+
+// works reports whether a GPU's process answered when it was asked last.
+func (k *Keeper) works(g GPU) bool {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.health[g.Name] == ""
+}
+
+// hasRoom reports whether a GPU has a part that no VM has.
+func (k *Keeper) hasRoom(g GPU) bool {
+	return len(k.of(func(a *assignment) bool { return a.GPU == g.Name })) < g.Model.Parts
 }
 
 const (

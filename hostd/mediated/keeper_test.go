@@ -7,6 +7,7 @@ import (
 	"io"
 	"log/slog"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -406,6 +407,38 @@ func TestNoMorePartsThanThereAre(t *testing.T) {
 	}
 	if p := w.k.Cards()[0].GetProfiles()[0]; p.GetFree() != 0 || p.GetWhy() == "" {
 		t.Errorf("profile %v", p)
+	}
+}
+
+// TestPlanOfAPartThatThereIsNot: the plan of an attach has what the attach is refused for.
+func TestPlanOfAPartThatThereIsNot(t *testing.T) {
+	w := newWorld(t)
+	against := func() (codes []string) {
+		t.Helper()
+		err := w.k.Attach(t.Context(), &gpuctlv1.AttachRequest{Machine: "db", Gpu: "soft0", Plan: true}, func(u *gpuctlv1.DeviceUpdate) {
+			for _, r := range u.GetReasons() {
+				codes = append(codes, r.GetCode())
+			}
+		})
+		if err != nil {
+			t.Error(err)
+		}
+		return codes
+	}
+	w.give("web")
+	if codes := against(); len(codes) != 0 {
+		t.Errorf("with a free part: %v", codes)
+	}
+	w.give("web")
+	if codes := against(); !slices.Equal(codes, []string{"busy"}) {
+		t.Errorf("without a free part: %v", codes)
+	}
+	w.fail["process"] = errors.New("it has no memory")
+	if err := w.k.Reconcile(t.Context()); err == nil {
+		t.Error("its process is there")
+	}
+	if codes := against(); !slices.Equal(codes, []string{"health"}) {
+		t.Errorf("without its process: %v", codes)
 	}
 }
 
