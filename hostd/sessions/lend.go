@@ -46,6 +46,7 @@ type lent struct {
 	Secret []byte `json:"secret,omitempty"`
 	VM     *forVM `json:"vm,omitempty"`     // nil: it is for a session of the host that borrows
 	Server string `json:"server,omitempty"` // service VM that has the GPUs, by its UUID; empty: this host
+	Ended  bool   `json:"ended,omitempty"`  // its far executor is to be ended, whatever the log says
 
 	// fetch is the hash of the token with which another host's far executor may fetch until
 	// then. It is in no journal: after a restart nobody may.
@@ -126,6 +127,9 @@ func (h *Host) lend(ctx context.Context, borrower clusterapi.Self, r *clusterv1.
 		Lease: l.ID, Runtime: target.GetRuntime(), PeerCertSha256: l.Peer, Memory: l.Amount, OutageMs: l.Outage, Device: r.GetDevice(), Claim: l.Claim,
 		Gpus: l.GPUs, Owner: owner,
 	})
+	if err == nil && h.overtaken(l) {
+		err = fmt.Errorf("%w: the lease was ended before it began", errNotFound)
+	}
 	if err != nil {
 		if derr := h.dropLease(context.WithoutCancel(ctx), l, "it could not be started"); derr != nil {
 			h.Log.Warn("a lease that could not be started holds its GPU until it is looked at again", "lease", l.ID, "err", derr)
@@ -199,6 +203,9 @@ func (h *Host) enterLease(l *lent) (*lent, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if old := h.lent[l.ID]; old != nil {
+		if old.Ended {
+			return nil, fmt.Errorf("lease %s: %w: it was ended", l.ID, errNotFound)
+		}
 		return old, nil // the same one: beginLending has compared them
 	}
 	if c := h.claims[l.Claim]; l.VM != nil && (c == nil || c.Released) {
@@ -216,6 +223,23 @@ func (h *Host) enterLease(l *lent) (*lent, error) {
 	h.save()
 	h.Log.Info("gpu lent", "lease", l.ID, "claim", l.Claim, "host", l.Host, "gpu", strings.Join(l.GPUs, separator), "memory", l.Amount)
 	return l, nil
+}
+
+// overtaken reports whether a lease was ended before gpuguest was asked for its far executor, which
+// nobody would end then. The lease is entered again, so that its GPUs stay reserved until it is.
+func (h *Host) overtaken(l *lent) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.lent[l.ID] != nil {
+		return false
+	}
+	if err := h.ledger.Reserve(l.Claim, l.GPUs, l.Amount); err != nil {
+		h.Log.Error("a lent gpu is held by others", "lease", l.ID, "claim", l.Claim, "err", err)
+	}
+	l.Ended = true
+	h.lent[l.ID] = l
+	h.save()
+	return true
 }
 
 // settleLent gives back what no lease of the claim has any more. The caller holds h.mu.
@@ -327,13 +351,15 @@ func (h *Host) checkLent(ctx context.Context) {
 
 func (h *Host) checkLease(ctx context.Context, l *lent, now *gpuctlv1.Lease) {
 	h.mu.Lock()
-	busy := h.lending[l.Claim] > 0
+	busy, ended := h.lending[l.Claim] > 0, l.Ended
 	h.mu.Unlock()
 	if busy {
 		return
 	}
 	var why string
 	switch {
+	case ended:
+		why = "it was ended before it began"
 	case now == nil:
 		why = "its far executor is gone"
 	case now.GetState() == gpuctlv1.LeaseState_LEASE_STATE_ENDED:

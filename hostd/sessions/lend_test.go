@@ -239,6 +239,35 @@ func TestAFarExecutorThatDoesNotStartLeavesNothing(t *testing.T) {
 }
 
 // The next hostd takes its leases over; those that it does not know of end.
+// TestALeaseThatEndsBeforeItsFarExecutorBeginsLeavesNone: the borrower gives it back, as it waits no
+// longer, and that overtakes the call to gpuguest.
+func TestALeaseThatEndsBeforeItsFarExecutorBeginsLeavesNone(t *testing.T) {
+	l := newLender(t)
+	token := l.assign("c", 0, "big")
+	ends := []error{nil, errors.New("it does not die")}
+	l.guest.Step = func(op, step string) error {
+		switch {
+		case op == "lend" && step == "start":
+			return l.host.EndLease(context.Background(), there, "l1")
+		case op == "lend" && step == "end" && len(ends) > 0:
+			err := ends[0]
+			ends = ends[1:]
+			return err
+		}
+		return nil
+	}
+	if _, err := l.host.Lend(t.Context(), there, request("l1", "c", token, "big")); !errors.Is(err, errNotFound) {
+		t.Errorf("a lease that has ended: %v", err)
+	}
+	if len(l.guest.Leases()) != 1 || len(l.owners()["big"]) != 1 {
+		t.Errorf("a far executor that did not end: %v, owners of its GPU %v", l.guest.Leases(), l.owners()["big"])
+	}
+	l.over("l1")
+	if n := len(l.guest.Leases()); n != 0 {
+		t.Errorf("%d far executors", n)
+	}
+}
+
 func TestLeasesSurviveARestartOfHostd(t *testing.T) {
 	l := newLender(t)
 	l.lend(request("l1", "c", l.assign("c", 0, "big"), "big"))
