@@ -32,7 +32,7 @@ type RenewerConfig struct {
 }
 
 // Renewer keeps the certificate of a folder valid. It renews the certificate when a third
-// of its lifetime is left, and loads a new one that somebody has put there. It is a
+// of its lifetime is left, or when its lifetime has not begun, and loads a new one that somebody has put there. It is a
 // Provider, so the next handshake uses the new certificate.
 type Renewer struct {
 	RenewerConfig
@@ -151,6 +151,9 @@ func (r *Renewer) step(ctx context.Context) {
 
 func (r *Renewer) due(now time.Time) bool {
 	p := r.Current().Peer
+	if now.Before(p.NotBefore) {
+		return true // a clock that was ahead has signed it, as this host's own may have been
+	}
 	life := p.NotAfter.Sub(p.NotBefore)
 	if life > BackDate { // counted from its creation
 		life -= BackDate
@@ -193,7 +196,7 @@ func (r *Renewer) renew(ctx context.Context, now time.Time) error {
 		return fmt.Errorf("%w: the answer is a certificate of %s", ErrMismatch, m.Peer)
 	case m.Peer.Enrolment != was.Peer.Enrolment:
 		return fmt.Errorf("%w: the answer is of enrolment %q, not %q: others would not accept it", ErrMismatch, m.Peer.Enrolment, was.Peer.Enrolment)
-	case !m.Peer.NotAfter.After(was.Peer.NotAfter):
+	case !m.Peer.NotAfter.After(was.Peer.NotAfter) && (!now.Before(was.Peer.NotBefore) || m.Peer.Valid(now) != nil):
 		return errors.New("the answer does not last longer than what is there")
 	}
 	// Use it even if this host's clock disagrees, or if it cannot be stored: other hosts

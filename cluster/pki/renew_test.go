@@ -178,6 +178,30 @@ func TestClockJumps(t *testing.T) {
 	})
 }
 
+// TestACertificateFromTheFutureIsReplaced: a host signs its next certificate itself. If its clock was
+// ahead then, nobody would take the certificate once the clock is right, until that time.
+func TestACertificateFromTheFutureIsReplaced(t *testing.T) {
+	for _, ahead := range []time.Duration{25 * 24 * time.Hour, 400 * 24 * time.Hour, -400 * 24 * time.Hour} {
+		r, o, c := newRenewer(t.TempDir())
+		c.advance(ahead)
+		r.step(t.Context())
+		c.advance(-ahead)
+		for range 20 { // minutes
+			c.advance(time.Minute)
+			r.step(t.Context())
+		}
+		if err := r.Current().Peer.Valid(c.Time); err != nil {
+			t.Errorf("the clock was ahead by %v: %v", ahead, err)
+		}
+		if err := must(r.Dir.Load()).Peer.Valid(c.Time); err != nil {
+			t.Errorf("the clock was ahead by %v: stored is: %v", ahead, err)
+		}
+		if o.ask > 4 {
+			t.Errorf("the clock was ahead by %v: %d renewals", ahead, o.ask)
+		}
+	}
+}
+
 func TestFilesThatChangeAreTaken(t *testing.T) {
 	r, o, _ := newRenewer(t.TempDir())
 	first := r.Current().Peer.Serial
