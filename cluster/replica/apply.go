@@ -18,7 +18,7 @@ import (
 )
 
 // The state keeps the results of the last 4096 commands. A command whose outcome is
-// unknown is not sent again after this many entries.
+// unknown is not sent again after this many entries of the leader's log.
 const horizon = 3000
 
 // Apply proposes a command and returns the state machine's result. If the leader changes,
@@ -56,7 +56,7 @@ func (s *Store) submit(ctx context.Context, cmds []*clusterv1.Command) ([]*clust
 		if err := s.alive(); err != nil {
 			return nil, fate(err, maybe)
 		}
-		a := s.try(ctx, cmds, s.leaderOr(hint))
+		a := s.tryAgain(ctx, cmds, s.leaderOr(hint), maybe, began)
 		if a.err == nil {
 			return a.results, nil
 		}
@@ -68,9 +68,6 @@ func (s *Store) submit(ctx context.Context, cmds []*clusterv1.Command) ([]*clust
 		if a.final {
 			return nil, fate(a.err, maybe)
 		}
-		if maybe && s.fsm.index() > began+horizon {
-			return nil, fate(a.err, maybe)
-		}
 		select {
 		case <-ctx.Done():
 			if !maybe {
@@ -80,6 +77,38 @@ func (s *Store) submit(ctx context.Context, cmds []*clusterv1.Command) ([]*clust
 		case <-time.After(wait):
 		}
 	}
+}
+
+// errForgotten means that the state may not know any more that it has applied a command.
+var errForgotten = errors.New("too much was applied since it was sent first")
+
+// tryAgain makes one attempt. maybe is whether an earlier one may have proposed the commands, at
+// the entry began or later. This host may be far behind then, so the leader is asked how far the
+// log has come since.
+func (s *Store) tryAgain(ctx context.Context, cmds []*clusterv1.Command, address string, maybe bool, began uint64) attempt {
+	if maybe {
+		index, err := s.come(ctx, address)
+		if err != nil {
+			return attempt{err: err}
+		}
+		if index > began+horizon {
+			return attempt{err: errForgotten, final: true}
+		}
+	}
+	return s.try(ctx, cmds, address)
+}
+
+// come returns how far the log has come, as the leader at an address says.
+func (s *Store) come(ctx context.Context, address string) (uint64, error) {
+	if s.IsLeader() {
+		return s.ReadIndex(ctx)
+	}
+	if address == "" || address == s.cfg.Address || s.cfg.Peers == nil {
+		return 0, ErrNoLeader
+	}
+	ctx, cancel := context.WithTimeout(ctx, s.cfg.Timing.RPC)
+	defer cancel()
+	return s.cfg.Peers.ReadIndex(ctx, address)
 }
 
 // fate returns the error of a command that fails. If the command may have been proposed
