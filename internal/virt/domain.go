@@ -287,9 +287,15 @@ func nameIn(xml []byte) string {
 	return strings.TrimSpace(d.Name)
 }
 
-// Undefine removes a domain's persistent definition. A running domain goes on.
+// Undefine removes a domain's persistent definition. A running domain goes on. The file with
+// the variables of the domain's firmware stays: without being told what to do with it, qemu's
+// driver refuses. libxl's knows no such file, and refuses to be told.
 func (c *Client) Undefine(ctx context.Context, d Domain) error {
-	return done(ctx, c, c.change("undefine", d.Name), func(rpc *libvirt.Libvirt) error { return rpc.DomainUndefineFlags(d.raw(), 0) })
+	var flags libvirt.DomainUndefineFlagsValues
+	if c.driver == QEMU {
+		flags = libvirt.DomainUndefineKeepNvram
+	}
+	return done(ctx, c, c.change("undefine", d.Name), func(rpc *libvirt.Libvirt) error { return rpc.DomainUndefineFlags(d.raw(), flags) })
 }
 
 // Start starts a defined domain and returns it with its ID (virDomainCreate).

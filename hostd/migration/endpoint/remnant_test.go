@@ -3,6 +3,7 @@ package endpoint
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"path/filepath"
 	"testing"
@@ -241,5 +242,22 @@ func TestDefinitionThatIsGoneIsNotLookedFor(t *testing.T) {
 	}
 	if _, err := v.Lookup(t.Context(), "web"); err != nil {
 		t.Errorf("it is gone: %v", err)
+	}
+}
+
+// libvirt refuses to remove the definition of a VM with variables of its firmware, unless it is
+// told that they stay. Such a VM would stay defined on the host that it has left.
+func TestDefinitionOfAVMWithFirmwareVariablesIsRemoved(t *testing.T) {
+	for _, driver := range []string{"xen", "qemu"} {
+		_, v := libvirtd(t, driver)
+		d, err := v.Define(t.Context(), fmt.Appendf(nil, "<domain type='%s'><name>web</name><uuid>%s</uuid><os><type>hvm</type><nvram>/var/lib/libvirt/qemu/nvram/web.fd</nvram></os></domain>", driver, lost))
+		if err != nil {
+			t.Fatal(err)
+		}
+		l := &Local{Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler)}}
+		err = l.Undefine(t.Context(), &gpuctlv1.SiteMachine{Uuid: lost})
+		if _, gone := v.LookupUUID(t.Context(), d.UUID); err != nil || !errors.Is(gone, virt.ErrNotFound) {
+			t.Errorf("%s: %v, and the definition: %v", driver, err, gone)
+		}
 	}
 }

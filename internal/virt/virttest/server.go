@@ -575,6 +575,12 @@ func (s *Server) onDomain(call string, d *domain, r *reader, w *writer) *refusal
 		if d.config == "" {
 			return refuse(55, "Requested operation is not valid: cannot undefine transient domain")
 		}
+		switch keeps := r.u32() == 8; {
+		case s.xen && keeps:
+			return refuse(8, "invalid argument: unsupported flags (0x8) in function libxlDomainUndefineFlags")
+		case !s.xen && strings.Contains(d.config, "</nvram>") && !keeps:
+			return refuse(55, "Requested operation is not valid: cannot undefine domain with nvram")
+		}
 		d.config = ""
 		s.emit(d, 1, 0)
 		if !active {
