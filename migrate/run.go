@@ -16,9 +16,6 @@ import (
 	"github.com/gpuctl/gpuctl/internal/vm"
 )
 
-// errLost means that no host has the VM any more.
-var errLost = errors.New("it is gone")
-
 // errAborted means that an operator has aborted the migration.
 var errAborted = errors.New("aborted by an operator")
 
@@ -29,6 +26,8 @@ type Config struct {
 	Journal Journal
 	// Aborting reports whether an operator has aborted a migration.
 	Aborting func(id string) bool
+	// Hosts returns the hosts of the cluster; nil: they are not known.
+	Hosts func() []string
 	// Report is called with each progress. It must not block. waits is what the step
 	// waits for.
 	Report func(m *clusterv1.Migration, done, total uint64, waits string)
@@ -54,6 +53,9 @@ func New(c Config) *Runner {
 	}
 	if c.Aborting == nil {
 		c.Aborting = func(string) bool { return false }
+	}
+	if c.Hosts == nil {
+		c.Hosts = func() []string { return nil }
 	}
 	if c.Report == nil {
 		c.Report = func(*clusterv1.Migration, uint64, uint64, string) {}
@@ -177,7 +179,7 @@ func (r *run) next(ctx context.Context) (ended bool, err error) {
 		r.Log.Warn("not cleaned up yet", "migration", r.m.GetId(), "step", s.name, "err", err)
 		return true, r.finish(ctx, clusterv1.MigrationState_MIGRATION_STATE_DONE, fmt.Sprintf("%s: %v; the host does that when it can", s.name, err))
 	}
-	if errors.Is(err, errTwice) || errors.Is(err, errKept) || r.move().GetSentTo() != "" && s.name == StepMove && errors.Is(err, ErrUnreachable) {
+	if errors.Is(err, errTwice) || errors.Is(err, errKept) || errors.Is(err, errAstray) || r.move().GetSentTo() != "" && s.name == StepMove && errors.Is(err, ErrUnreachable) {
 		return true, r.halt(ctx, err)
 	}
 	if errors.Is(err, errLost) {
@@ -309,7 +311,7 @@ func (r *run) back(ctx context.Context) (ended bool, err error) {
 			return false, stop
 		}
 		switch {
-		case errors.Is(err, errTwice), errors.Is(err, errKept), name == StepMove && r.move().GetSentTo() != "" && errors.Is(err, ErrUnreachable):
+		case errors.Is(err, errTwice), errors.Is(err, errKept), errors.Is(err, errAstray), name == StepMove && r.move().GetSentTo() != "" && errors.Is(err, ErrUnreachable):
 			return true, r.halt(ctx, err)
 		case !leavable(name):
 			return true, r.hold(ctx, name, err)
@@ -374,13 +376,23 @@ func (r *run) halt(ctx context.Context, err error) error {
 // hold ends the migration as held, because an undo has failed. The state is safe in the
 // VM's memory or in that of its host.
 func (r *run) hold(ctx context.Context, name string, err error) error {
+	hint := ""
+	if !errors.Is(err, errLost) {
+		var gone error
+		if hint, gone = r.gone(ctx); gone != nil {
+			err = gone
+		}
+	}
+	if errors.Is(err, errAstray) {
+		return r.halt(ctx, err)
+	}
 	state := clusterv1.MigrationState_MIGRATION_STATE_HELD
 	kept := "the VM and the frozen state of its applications are kept"
 	if far := r.move().GetFarGpu(); far != "" && !r.move().GetCold() {
 		kept = "the VM is kept, and " + far + " for its applications"
 	}
-	text := fmt.Sprintf("%s; the undo of %s failed: %s; %s: gpuctl migrations resume %s goes on when the cause is fixed",
-		r.m.GetMessage(), name, limited(err.Error()), kept, r.m.GetId())
+	text := fmt.Sprintf("%s; the undo of %s failed: %s; %s%s: gpuctl migrations resume %s goes on when the cause is fixed",
+		r.m.GetMessage(), name, limited(err.Error()), hint, kept, r.m.GetId())
 	if errors.Is(err, errLost) {
 		state, text = clusterv1.MigrationState_MIGRATION_STATE_FAILED, fmt.Sprintf("%s; %s: %v", r.m.GetMessage(), name, err)
 	}

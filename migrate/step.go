@@ -509,7 +509,7 @@ func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 			}
 			continue
 		case here != Moving && there != Moving:
-			return fmt.Errorf("the VM is %s on host %s and %s on host %s: %w", here, from, there, to, errLost)
+			return r.missing(ctx, fmt.Sprintf("the VM is %s on host %s and %s on host %s", here, from, there, to))
 		}
 		is := fmt.Sprintf("the VM is %s on host %s and %s on host %s", here, from, there, to)
 		r.Report(r.m, r.bytes, 0, is)

@@ -117,7 +117,7 @@ func (w *world) migration(target string, candidates ...string) *clusterv1.Migrat
 
 func (w *world) runner() *Runner {
 	return New(Config{
-		Sites: w, Claims: w, Journal: w, Log: slog.New(slog.DiscardHandler), Patience: 20 * time.Millisecond, Pause: time.Millisecond,
+		Sites: w, Claims: w, Journal: w, Hosts: func() []string { return []string{"h1", "h2", "h3"} }, Log: slog.New(slog.DiscardHandler), Patience: 20 * time.Millisecond, Pause: time.Millisecond,
 	})
 }
 
@@ -286,8 +286,10 @@ func (s *site) Where(context.Context, vm.VM) (p Presence, err error) {
 		return Kept, nil
 	case (s.at == s.host || s.twin == s.host) && s.paused[s.host]:
 		return Moving, nil
-	case (s.at == s.host || s.twin == s.host) && !s.dead:
+	case (s.at == s.host || s.twin == s.host) && !s.dead && !s.off:
 		return Running, nil
+	case s.off && s.defined[s.host]:
+		return Stopped, nil
 	}
 	return Absent, nil
 }

@@ -181,6 +181,18 @@ type sites struct {
 
 func (s sites) Site(host string) migrate.Site { return s.site(host) }
 
+// hosts returns the hosts of the cluster.
+func (s sites) hosts() (all []string) {
+	v := s.node.View()
+	if v == nil {
+		return nil
+	}
+	for h := range v.Hosts() {
+		all = append(all, h.GetName())
+	}
+	return all
+}
+
 // site returns a host's part. A host that was removed from the cluster is like one that
 // does not answer: the migration must be able to end without it.
 func (s sites) site(host string) *endpoint.Remote {
@@ -225,7 +237,7 @@ func (m *Manager) begin(r *clusterv1.Migration) *watched {
 	m.mu.Unlock()
 	s := sites{m.Node, r.GetId(), r.GetToken()}
 	runner := migrate.New(migrate.Config{
-		Sites: s, Claims: s, Journal: s, Log: m.Log, Before: m.Before,
+		Sites: s, Claims: s, Journal: s, Hosts: s.hosts, Log: m.Log, Before: m.Before,
 		Aborting: func(string) bool {
 			m.mu.Lock()
 			defer m.mu.Unlock()

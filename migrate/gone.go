@@ -1,0 +1,87 @@
+package migrate
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+)
+
+// errLost means that no host has the VM any more.
+var errLost = errors.New("it is gone")
+
+// errAstray means that a host has the VM that has no part in the migration. Nothing more is
+// done: on that host nobody knows what is to be undone.
+var errAstray = errors.New("somebody else has taken the VM away")
+
+// askOthers is how long hosts without a part in the migration may take to say whether they have
+// the VM.
+const askOthers = 5 * time.Second
+
+// missing returns the error for a VM that neither host has: it wraps errAstray if another host
+// says that it has it, and errLost otherwise. is says in words where it is not.
+func (r *run) missing(ctx context.Context, is string) error {
+	ctx, cancel := context.WithTimeout(ctx, askOthers)
+	defer cancel()
+	var mu sync.Mutex
+	var wg sync.WaitGroup
+	has := ""
+	for _, host := range r.Hosts() {
+		if host == r.move().GetFromHost() || host == r.move().GetToHost() {
+			continue
+		}
+		wg.Go(func() {
+			p, err := r.Sites.Site(host).Where(ctx, r.vm())
+			mu.Lock()
+			defer mu.Unlock()
+			if err == nil && alive(p) {
+				has = host
+			}
+		})
+	}
+	wg.Wait()
+	if has == "" {
+		return fmt.Errorf("%s: %w", is, errLost)
+	}
+	home := r.move().GetFromHost()
+	if r.did(StepMove) {
+		home = r.move().GetToHost()
+	}
+	return fmt.Errorf("%w: %s, and host %s has it, which has no part in this migration; bring it back to host %s (virsh migrate --live), then gpuctl migrations resume %s",
+		errAstray, is, has, home, r.m.GetId())
+}
+
+// gone looks for the VM after an undo has failed. It returns an error if neither host has the VM any
+// more, as nothing is left that could be undone then. One that is just started anew may be nowhere
+// for a moment, so they are asked for a while. hint says what to do about a VM that is only stopped.
+func (r *run) gone(ctx context.Context) (hint string, err error) {
+	from, to := r.move().GetFromHost(), r.move().GetToHost()
+	where := func(s Site, host string) (Presence, error) {
+		p, err := s.Where(ctx, r.vm())
+		if errors.Is(err, ErrUnreachable) && r.saidAbsent(host) {
+			return Absent, nil
+		}
+		return p, err
+	}
+	for until := time.Now().Add(r.Patience / 4); ; {
+		here, err := where(r.a, from)
+		there, lost := where(r.b, to)
+		switch {
+		case err != nil || lost != nil || alive(here) || alive(there) || r.move().GetCold() && (here == Stopped || there == Stopped):
+			return "", nil
+		case here == Stopped:
+			return fmt.Sprintf("the VM is stopped on host %s: start it there first; ", from), nil
+		case there == Stopped:
+			return fmt.Sprintf("the VM is stopped on host %s: start it there first; ", to), nil
+		case time.Now().Before(until):
+			if wait(ctx, r.Patience/100) != nil {
+				return "", nil
+			}
+			continue
+		case from == to:
+			return "", r.missing(ctx, "the VM is absent on host "+from)
+		}
+		return "", r.missing(ctx, fmt.Sprintf("the VM is absent on host %s and absent on host %s", from, to))
+	}
+}
