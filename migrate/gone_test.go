@@ -1,6 +1,7 @@
 package migrate
 
 import (
+	"errors"
 	"strings"
 	"testing"
 )
@@ -84,4 +85,23 @@ func TestVMThatIsTakenToAThirdHostIsNotGivenUp(t *testing.T) {
 			w.check(m)
 		}
 	}
+}
+
+// Whoever removes a stopped VM's definition on its host leaves the one that the migration has made:
+// it is not removed, too.
+func TestLastDefinitionOfAVMStays(t *testing.T) {
+	w := newWorld(t)
+	w.cold, w.fails = true, map[string]error{"h2 start": errors.New("broken")}
+	r := w.runner()
+	r.Before = w.once(StepStart, func() { delete(w.defined, "h1") })
+	m, err := r.Run(t.Context(), w.migration(to))
+	if err != nil || m.GetState() != held || !w.defined["h2"] || !strings.Contains(m.GetMessage(), "define it on host h1 again") {
+		t.Fatalf("%v, %s: %s; defined on %v", err, m.GetState(), m.GetMessage(), w.defined)
+	}
+	w.defined["h1"] = true
+	m = w.resume(m)
+	if m.GetState() != back {
+		t.Errorf("%s: %s", m.GetState(), m.GetMessage())
+	}
+	w.check(m)
 }

@@ -229,7 +229,7 @@ func (l *list) restart() {
 			}
 			return r.to().Define(ctx, r.vm(), xml)
 		},
-		func(ctx context.Context, r *run) error { return r.to().Undefine(ctx, r.vm()) },
+		func(ctx context.Context, r *run) error { return r.takeBack(ctx) },
 	})
 	l.add(l.cold, step{
 		StepStart, "start it" + with(l.GetToGpu()), "it is ended", 5 * time.Minute,
@@ -253,6 +253,20 @@ func (l *list) end() {
 		func(ctx context.Context, r *run) error { return r.clean(ctx) }, nil,
 	})
 	l.leaveParts()
+}
+
+// takeBack takes the VM's definition away from the destination, unless somebody has removed that
+// on the source meanwhile: then it is the only one.
+func (r *run) takeBack(ctx context.Context) error {
+	m := r.move()
+	switch p, err := r.from().Where(ctx, r.vm()); {
+	case err != nil:
+		return err
+	case p == Absent:
+		return fmt.Errorf("host %s does not know the VM any more, so its definition on host %s stays, which is the only one: define it on host %s again (virsh dumpxml --inactive --security-info %s on host %s, virsh define on host %s)",
+			m.GetFromHost(), m.GetToHost(), m.GetFromHost(), r.vm().Name, m.GetToHost(), m.GetFromHost())
+	}
+	return r.to().Undefine(ctx, r.vm())
 }
 
 // sessions returns the sessions that run in the VM on its source, if all can be moved.
