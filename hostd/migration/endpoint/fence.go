@@ -139,6 +139,9 @@ func (f *Fence) Halt(uuid string, halted bool) error {
 		delete(next.Halted, uuid)
 	}
 	if err := f.write(next); err != nil {
+		if halted { // known at least to this process, and in the file when it can be written again
+			f.kept = next
+		}
 		return fmt.Errorf("that a copy of VM %s has run cannot be kept: %w", uuid, err)
 	}
 	return nil

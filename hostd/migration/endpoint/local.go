@@ -103,18 +103,22 @@ func vmOf(m *gpuctlv1.SiteMachine) vm.VM {
 	return vm.VM{UUID: m.GetUuid(), Name: m.GetName()}
 }
 
-// Pause pauses a VM that runs on another host, too. It loses no state.
+// Pause pauses a VM that runs on another host, too. It loses no state. A full disk is no reason
+// to let both copies write to the VM's disks.
 func (l *Local) Pause(ctx context.Context, uuid string) error {
 	d, err := l.domain(ctx, uuid)
 	if err != nil {
 		return err
 	}
 	state, err := l.Client.State(ctx, d)
-	if err == nil {
-		err = l.Fence.Halt(uuid, true) // also if somebody else has paused it
-	}
-	if err != nil || state == virt.Paused {
+	if err != nil {
 		return err
+	}
+	if err := l.Fence.Halt(uuid, true); err != nil { // also if somebody else has paused it
+		l.Log.Error("a copy of a VM is taken for one that never ran if hostd is restarted", "machine", d.Name, "err", err)
+	}
+	if state == virt.Paused {
+		return nil
 	}
 	l.Log.Error("a VM runs on two hosts: this copy is paused", "machine", d.Name)
 	return l.Client.Suspend(ctx, d)

@@ -28,7 +28,10 @@ func (l *Local) Clear(ctx context.Context, uuid, home string) (cleared bool, err
 	here, err := l.Where(ctx, uuid)
 	if err == nil && here != migrate.Moving && here != migrate.Kept {
 		// A copy that runs now, or ran before, is not an arrival, even if it is paused.
-		err = l.Fence.Halt(uuid, here == migrate.Running)
+		if err = l.Fence.Halt(uuid, here == migrate.Running); err != nil && here == migrate.Running {
+			l.Log.Error("that a copy of a VM runs here is not recorded", "machine", uuid, "err", err)
+			err = nil // it may have to be paused
+		}
 	}
 	if err == nil && here == migrate.Stopped && l.Client.Driver() == virt.Xen && l.transient(ctx, uuid) {
 		here = migrate.Moving

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"os"
 	"path/filepath"
 	"testing"
 	"time"
@@ -259,5 +260,50 @@ func TestDefinitionOfAVMWithFirmwareVariablesIsRemoved(t *testing.T) {
 		if _, gone := v.LookupUUID(t.Context(), d.UUID); err != nil || !errors.Is(gone, virt.ErrNotFound) {
 			t.Errorf("%s: %v, and the definition: %v", driver, err, gone)
 		}
+	}
+}
+
+// A copy of a VM that runs twice is paused although nothing can be written on its host: both
+// would write to the VM's disks. What could not be recorded is known as long as hostd runs.
+func TestCopyIsPausedOnAHostWithAFullDisk(t *testing.T) {
+	for name, pause := range map[string]func(*Local) error{
+		"by the driver of its migration": func(l *Local) error { return l.Pause(t.Context(), lost) },
+		"when it is found": func(l *Local) error {
+			if _, err := l.Clear(t.Context(), lost, "h2"); !errors.Is(err, ErrTwice) {
+				return fmt.Errorf("it is not told of: %w", err)
+			}
+			return nil
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, v := libvirtd(t, "xen")
+			d := run(t, v)
+			full := filepath.Join(t.TempDir(), "full", "tokens.json") // its folder is not there
+			fence, err := OpenFence(full, func() string { return "c" })
+			if err != nil {
+				t.Fatal(err)
+			}
+			home := elsewhere{presence: "running"}
+			l := &Local{Fence: fence, Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return home, nil }}}
+			if err := pause(l); err != nil {
+				t.Error(err)
+			}
+			if state, err := v.State(t.Context(), d); err != nil || state != virt.Paused {
+				t.Errorf("it is %v, %v", state, err)
+			}
+			if cleared, err := l.Clear(t.Context(), lost, "h2"); cleared || err != nil {
+				t.Errorf("cleared: %v, %v", cleared, err)
+			}
+			// There is room again.
+			if err := os.Mkdir(filepath.Dir(full), 0o700); err != nil {
+				t.Fatal(err)
+			}
+			if err := fence.Admit(&gpuctlv1.SiteMachine{Uuid: lost, Token: 7}); err != nil {
+				t.Fatal(err)
+			}
+			if next, err := OpenFence(full, func() string { return "c" }); err != nil || !next.Halted(lost) {
+				t.Errorf("the next hostd does not know it: %v", err)
+			}
+		})
 	}
 }
