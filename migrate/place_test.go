@@ -1,6 +1,8 @@
 package migrate
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -93,12 +95,31 @@ func TestCopyThatWasPausedGoesOnWhereItIsTheOnlyOne(t *testing.T) {
 
 func TestCopyThatCannotBePausedIsToldOf(t *testing.T) {
 	w := newWorld(t)
-	w.loses, w.fails = true, map[string]error{"h2 pause": ErrUnreachable}
+	w.loses, w.fails = true, map[string]error{"h2 pause": errors.New("broken")}
 	m := w.drive(w.migration(to))
-	w.isHeld(m, "the VM runs on two hosts", "the copy on host h2 could not be paused: unreachable")
+	w.isHeld(m, "the VM runs on two hosts", "the copy on host h2 could not be paused: broken")
 	if w.paused["h1"] || m.GetMachine().GetPaused() {
 		t.Errorf("paused: %v", w.paused)
 	}
+}
+
+// A copy whose host does not say that it has paused it may be paused all the same. Where it is the
+// only one left it goes on.
+func TestCopyThatWasPausedWithoutAnAnswerGoesOn(t *testing.T) {
+	w := newWorld(t)
+	w.loses, w.fails = true, map[string]error{"h2 pause": ErrUnreachable}
+	m := w.drive(w.migration(to))
+	w.isHeld(m, "the VM runs on two hosts", "the copy on host h2 could not be paused: unreachable")
+	w.fails, w.paused["h2"] = nil, true                            // its answer was lost
+	w.at, w.twin = w.twin, ""                                      // the one at home is destroyed
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second) // not to wait for a VM that never goes on
+	defer cancel()
+	m.State = clusterv1.MigrationState_MIGRATION_STATE_RUNNING
+	m, err := w.runner().Run(ctx, m)
+	if err != nil || m.GetState() != done || len(w.paused) != 0 {
+		t.Fatalf("%v, %s: %s; paused %v", err, m.GetState(), m.GetMessage(), w.paused)
+	}
+	w.check(m)
 }
 
 // The destination has gone for good: that the VM is not there is the operator's

@@ -637,7 +637,7 @@ func (r *run) twice(ctx context.Context) error {
 	how := "the copy on host " + copied + " is paused"
 	if err := r.to().Pause(ctx, r.vm()); err != nil {
 		how = fmt.Sprintf("the copy on host %s could not be paused: %v", copied, err)
-		r.m.Machine.Paused = false
+		r.m.Machine.Paused = errors.Is(err, ErrUnreachable) // then it may be
 	}
 	how += r.distrust(ctx)
 	return fmt.Errorf("%w, %s and %s: %s; find out which is to stay, destroy the other (virsh destroy %s on its host), check the disks, then gpuctl migrations resume %s",
