@@ -266,7 +266,7 @@ func (m *wiring) makeKeepers(o Options) (err error) {
 	m.serving = servicevm.NewKeeper(servicevm.Config{Registry: m.servers, Claims: m.host, Loopback: neighbours{m.node}.loopback, Log: o.Log})
 	m.cards, err = cards.New(cards.Config{
 		Platform: m.platform.Cards, File: filepath.Join(o.records(), "cards.json"), Guests: m.guests, Serving: m.serving, Cluster: m.node,
-		GPUs: m.host.DetectedGPUs, Settled: &m.cardsSettled, Pending: m.records.Pending, Event: m.node.NoteGPU, Log: o.Log, Park: o.Config.Devices.Park,
+		GPUs: m.host.DetectedGPUs, Settled: &m.cardsSettled, Pending: m.records.Pending, Moving: m.records.Moving, Event: m.node.NoteGPU, Log: o.Log, Park: o.Config.Devices.Park,
 	})
 	if err != nil {
 		return err

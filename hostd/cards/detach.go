@@ -123,6 +123,12 @@ func (k *Keeper) planDetach(ctx context.Context, m vm.Info, a *cardAssignment, r
 	if a.Slice != nil && !a.Slice.Kept {
 		steps = append(steps, planned(stepUncut, "delete the slice, and with the last one the virtual functions that were made for slices", ""))
 	}
+	if k.Moving != nil && !r.GetUnconfirmed() {
+		// Its applications may be frozen, so that gpuguest lets go of a card that they need.
+		if id := k.Moving(ctx, m.UUID); id != "" {
+			reasons = append(reasons, why("migration_running", "migration %s of VM %s has not ended, and needs its card to go on or back: gpuctl migrations watch %s shows it; with --unconfirmed the card is taken all the same, and what its applications have may be lost", id, m.Name, id))
+		}
+	}
 	if k.Serving != nil {
 		if users := k.Serving.Users(m.UUID); len(users) > 0 {
 			reasons = append(reasons, why("serves", "VM %s is a service VM, and %s have parts of its GPUs: detach or end them, or take the GPUs back with gpuctl detach %s --serves", m.Name, strings.Join(users, ", "), m.Name))

@@ -147,6 +147,8 @@ type Config struct {
 	// Pending reports whether a migration has not ended, or whether its state is unknown
 	// now. nil: no migrations.
 	Pending func(ctx context.Context, migration string) bool
+	// Moving returns the migration of a VM that has not ended; empty: none. nil: no migrations.
+	Moving func(ctx context.Context, uuid string) (migration string)
 	// Event records an event about a card for the operator.
 	Event func(gpu, kind, message string)
 	Now   func() time.Time

@@ -1,6 +1,9 @@
 package cards
 
 import (
+	"context"
+	"errors"
+	"strings"
 	"testing"
 	"time"
 )
@@ -43,5 +46,36 @@ func TestCardIsGivenBackThoughTheRecordIsOfTheFuture(t *testing.T) {
 	w.settled()
 	if len(w.keeper.assignments) != 0 {
 		t.Errorf("%v", w.keeper.assignments)
+	}
+}
+
+// While a VM migrates, its frozen applications keep no gpuguest from letting go of its card. A
+// detach would give the card away that the migration needs to go on or back.
+func TestCardOfAVMThatMigratesIsNotDetached(t *testing.T) {
+	w := newWorld(t)
+	if err := w.attach("one", "nvidia-0", true); err != nil {
+		t.Fatal(err)
+	}
+	w.pending = true
+	w.keeper.Moving = func(_ context.Context, uuid string) string {
+		if w.pending && uuid == uuid1 {
+			return "m-1"
+		}
+		return ""
+	}
+	if err := w.detach("one", ""); !errors.Is(err, ErrRefused) || !strings.Contains(err.Error(), "m-1") {
+		t.Errorf("%v", err)
+	}
+	// The migration goes on, and back.
+	one := w.machines[uuid1].VM
+	if err := w.detachReleased(t.Context(), one); err != nil {
+		t.Errorf("%v", err)
+	}
+	if err := w.keeper.AttachPrepared(t.Context(), one, "nvidia-0", true, nil); err != nil {
+		t.Errorf("%v", err)
+	}
+	w.pending = false
+	if err := w.detach("one", ""); err != nil {
+		t.Errorf("%v", err)
 	}
 }

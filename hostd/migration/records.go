@@ -56,6 +56,11 @@ func (rs Records) Pending(ctx context.Context, id string) bool {
 	return r != nil && !over(r)
 }
 
+// Moving returns the migration of a VM that is not over, as far as this host knows, or "".
+func (rs Records) Moving(ctx context.Context, uuid string) string {
+	return rs.moving(ctx, rs.log.View(), uuid)
+}
+
 // moving returns the migration of a VM that is not over in a state, or "". This host may learn of the end of one later
 // than the client that was told of it, so what runs in the state applied here is looked for in what is committed.
 func (rs Records) moving(ctx context.Context, v *state.View, uuid string) string {

@@ -35,6 +35,9 @@ func TestOver(t *testing.T) {
 		{"h1", "m-unknown", true, true},
 	} {
 		over, here := New(Config{Node: records{host: c.host, store: store, now: store}}).Over(t.Context(), c.id)
+		if id := New(Config{Node: records{host: c.host, store: store, now: store}}).Moving(t.Context(), "u-"+c.id); (id != "") == c.over {
+			t.Errorf("%s on %s: over %v, and its VM moves by %q", c.id, c.host, over, id)
+		}
 		if over != c.over || here != c.here {
 			t.Errorf("%s on %s: over %v, here %v", c.id, c.host, over, here)
 		}
