@@ -85,3 +85,31 @@ func (r *run) gone(ctx context.Context) (hint string, err error) {
 		return "", r.missing(ctx, fmt.Sprintf("the VM is absent on host %s and absent on host %s", from, to))
 	}
 }
+
+// start starts the VM, which was stopped, on a host. Somebody may have started it on the other one
+// again: an operator, or that host itself when it has booted.
+func (r *run) start(ctx context.Context, s Site, gpu string, other Site, host string) error {
+	if r.move().GetFromHost() != r.move().GetToHost() {
+		there, err := other.Where(ctx, r.vm())
+		if errors.Is(err, ErrStale) {
+			return err
+		}
+		here, unknown := s.Where(ctx, r.vm())
+		switch again := err == nil && alive(there); {
+		case again && unknown == nil && alive(here):
+			return r.twice(ctx)
+		case r.move().GetTwice() && r.move().GetPaused() && (again || unknown == nil && alive(here)):
+			// One of the two was destroyed. If the other is that which was paused, it goes on.
+			if p, err := r.to().Where(ctx, r.vm()); err == nil && p == Moving {
+				if err := r.to().Unpause(ctx, r.vm()); err != nil {
+					return err
+				}
+			}
+		}
+		r.m.Machine.Twice, r.m.Machine.Paused = false, false
+		if err == nil && alive(there) {
+			return fmt.Errorf("the VM runs on host %s, where somebody has started it again", host)
+		}
+	}
+	return s.Start(ctx, r.vm(), gpu, r.move().GetStored())
+}

@@ -105,3 +105,80 @@ func TestLastDefinitionOfAVMStays(t *testing.T) {
 	}
 	w.check(m)
 }
+
+// A VM that was stopped and that somebody starts again where it was is not started on the
+// destination, too. It gets its card back.
+func TestStoppedVMThatIsStartedAgainAtHomeRunsOnce(t *testing.T) {
+	for _, at := range []string{StepDefine, StepStart} {
+		w := newWorld(t)
+		w.cold = true
+		r := w.runner()
+		r.Before = w.once(at, func() { w.off = false })
+		m, err := r.Run(t.Context(), w.migration(to))
+		if err != nil || m.GetState() != back || !strings.Contains(m.GetMessage(), "host h1, where somebody has started it again") {
+			t.Errorf("%s: %v, %s: %s", at, err, m.GetState(), m.GetMessage())
+		}
+		w.check(m)
+	}
+}
+
+// On the way back, the destination is asked.
+func TestStoppedVMThatIsStartedAgainElsewhereRunsOnce(t *testing.T) {
+	w := newWorld(t)
+	w.cold, w.fails = true, map[string]error{"h2 start": errors.New("broken")}
+	r := w.runner()
+	r.Before = func(step string, undo bool) error {
+		if step == StepStop && undo {
+			w.at, w.off, w.defined["h2"] = "h2", false, true
+		}
+		return nil
+	}
+	m, err := r.Run(t.Context(), w.migration(to))
+	if err != nil || m.GetState() != held || !strings.Contains(m.GetMessage(), "host h2, where somebody has started it again") {
+		t.Errorf("%v, %s: %s", err, m.GetState(), m.GetMessage())
+	}
+	w.off, w.at = true, "h1" // it is ended there
+	if m = w.resume(m); m.GetState() != back {
+		t.Errorf("%s: %s", m.GetState(), m.GetMessage())
+	}
+}
+
+// A VM that was started on both hosts after its stop is held, as any VM that runs twice.
+func TestStoppedVMThatRunsTwiceIsHeld(t *testing.T) {
+	for _, stays := range []string{"h1", "h2"} {
+		w := newWorld(t)
+		w.cold = true
+		r := w.runner()
+		r.Before = w.once(StepStart, func() { w.off, w.twin, w.defined["h2"] = false, "h2", true })
+		m, err := r.Run(t.Context(), w.migration(to))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if text := m.GetMessage(); m.GetState() != held || !m.GetMachine().GetTwice() || !w.paused["h2"] || !strings.Contains(text, "the VM runs on two hosts, h1 and h2: the copy on host h2 is paused") {
+			t.Errorf("%s: %s; twice %v, paused %v", m.GetState(), text, m.GetMachine().GetTwice(), w.paused)
+		}
+		want := done
+		if w.at, w.twin = stays, ""; stays == "h1" {
+			want, w.paused = back, map[string]bool{}
+		}
+		m = w.resume(m)
+		if m.GetState() != want || m.GetMachine().GetTwice() || len(w.paused) > 0 {
+			t.Errorf("%s stays: %s: %s; paused %v", stays, m.GetState(), m.GetMessage(), w.paused)
+		}
+		w.check(m)
+	}
+}
+
+// Somebody removes the VM's definition on the destination before it is started there: it is
+// started where it was.
+func TestVMThatIsUndefinedOnTheDestinationGoesBack(t *testing.T) {
+	w := newWorld(t)
+	w.cold = true
+	r := w.runner()
+	r.Before = w.once(StepStart, func() { delete(w.defined, "h2") })
+	m, err := r.Run(t.Context(), w.migration(to))
+	if err != nil || m.GetState() != back || !strings.Contains(m.GetMessage(), "host h2 does not know the VM") {
+		t.Errorf("%v, %s: %s", err, m.GetState(), m.GetMessage())
+	}
+	w.check(m)
+}

@@ -216,7 +216,7 @@ func (l *list) restart() {
 			return r.from().Stop(ctx, r.vm(), r.move().GetFromGpu())
 		},
 		func(ctx context.Context, r *run) error {
-			return r.from().Start(ctx, r.vm(), r.move().GetFromGpu(), r.move().GetStored())
+			return r.start(ctx, r.from(), r.move().GetFromGpu(), r.to(), r.move().GetToHost())
 		},
 	})
 	l.renew()
@@ -234,9 +234,12 @@ func (l *list) restart() {
 	l.add(l.cold, step{
 		StepStart, "start it" + with(l.GetToGpu()), "it is ended", 5 * time.Minute,
 		func(ctx context.Context, r *run) error {
-			return r.to().Start(ctx, r.vm(), r.move().GetToGpu(), r.move().GetStored())
+			return r.start(ctx, r.to(), r.move().GetToGpu(), r.from(), r.move().GetFromHost())
 		},
 		func(ctx context.Context, r *run) error {
+			if p, err := r.to().Where(ctx, r.vm()); err == nil && p == Absent {
+				return nil // somebody has taken its definition away
+			}
 			return r.to().Stop(ctx, r.vm(), r.move().GetToGpu())
 		},
 	})

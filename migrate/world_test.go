@@ -472,6 +472,9 @@ func (s *site) Move(_ context.Context, _ vm.VM, to string, report Progress) erro
 
 func (s *site) Stop(_ context.Context, m vm.VM, gpu string) error {
 	return s.do("stop", func() error {
+		if !s.defined[s.host] {
+			return fmt.Errorf("host %s does not know the VM", s.host)
+		}
 		if s.at != s.host || s.off {
 			return nil
 		}
@@ -497,8 +500,7 @@ func (s *site) Start(_ context.Context, m vm.VM, gpu string, stored bool) error 
 	return s.do("start", func() error {
 		c := s.cards[gpu]
 		switch {
-		case !s.off && s.at == s.host && c.plugged == m.UUID:
-			return nil
+		case !s.off && s.at == s.host: // with this card, or somebody has started it without one
 		case !s.off:
 			s.t.Errorf("started on %s while it runs on %s", s.host, s.at)
 		case !s.defined[s.host]:
