@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
@@ -88,6 +89,46 @@ func TestCardOnAnotherSlotInTheVMIsTold(t *testing.T) {
 				return strings.HasPrefix(e, "OtherSlot nvidia-0 VM one has it at 0000:00:04.0, and had its card at 0000:00:05.0 before")
 			}) {
 				t.Errorf("%v", w.events)
+			}
+		})
+	}
+}
+
+// A card that no reset brings back after the VM of a migration has left it is quarantined. The VM goes
+// on, or back: no step waits for the card, however often it is repeated.
+func TestMigrationDoesNotNeedACardThatItsVMHasLeftDead(t *testing.T) {
+	for name, leave := range map[string]func(*world, vm.VM) error{
+		"detached": func(w *world, m vm.VM) error { return w.detachReleased(t.Context(), m) },
+		"stopped": func(w *world, m vm.VM) error {
+			if err := w.keeper.Keep(t.Context(), m, "nvidia-0", "m-1"); err != nil {
+				return err
+			}
+			w.stop(m.UUID)
+			return w.keeper.ResetStopped(t.Context(), m, "nvidia-0")
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			w.pending = true
+			if err := w.attach("one", "nvidia-0", true); err != nil {
+				t.Fatal(err)
+			}
+			m := w.machines[uuid1].VM
+			w.resetFail[card4[0]] = errors.New("it does not answer")
+			for range 2 { // the next driver repeats it
+				if err := leave(w, m); err != nil {
+					t.Errorf("%v", err)
+				}
+				if a := w.keeper.assignmentOf(card4[0]); a == nil || a.Phase != quarantined {
+					t.Errorf("the card is %+v", a)
+				}
+			}
+			if err := w.keeper.GiveBack(t.Context(), m, "nvidia-0"); err != nil {
+				t.Errorf("%v", err)
+			}
+			// The way back needs it, and says what is wrong.
+			if err := w.keeper.AttachPrepared(t.Context(), m, "nvidia-0", true, nil); !errors.Is(err, ErrTaken) || !strings.Contains(err.Error(), "quarantined (it does not answer)") {
+				t.Errorf("%v", err)
 			}
 		})
 	}

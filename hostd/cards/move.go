@@ -59,9 +59,35 @@ func (k *Keeper) lockAssigned(ctx context.Context, m vm.VM, gpu string) (c *chan
 	a := k.assignmentOf(card.Address)
 	if a == nil || a.UUID != m.UUID {
 		end()
+		if a != nil && a.Phase == quarantined {
+			return nil, "", nil, fmt.Errorf("gpu %s: %w: it is quarantined (%s), and not held for vm %s any more: gpuctl reset %s tries to bring it back, and then gpuctl attach gives it to the VM", name, ErrTaken, a.Message, m.Name, name)
+		}
 		return nil, "", nil, fmt.Errorf("gpu %s: %w: it is not held for vm %s", name, ErrTaken, m.Name)
 	}
 	return &change{k: k, card: card, report: quiet, assignment: *a}, name, end, nil
+}
+
+// parted reports whether a step that takes a card from a VM has nothing to do any more: the card is
+// held for nobody, mostly as no reset has brought it back, and the VM does not have it.
+func (k *Keeper) parted(ctx context.Context, m vm.VM, gpu string) bool {
+	card, _, err := k.find(ctx, gpu)
+	if err != nil {
+		return false
+	}
+	if a := k.assignmentOf(card.Address); a != nil && a.Phase != quarantined {
+		return false
+	}
+	owners, err := k.Hypervisor.Owners(ctx)
+	return err == nil && !slices.ContainsFunc(card.Functions, func(f *pci.Device) bool { return owners[f.Address].UUID == m.UUID })
+}
+
+// afterwards resets a card that a VM has left. One that no reset brings back is quarantined, which
+// is told of it and no reason to keep the VM: it has left the card, and may get another.
+func (c *change) afterwards(ctx context.Context) error {
+	if err := c.reset(ctx); !errors.Is(err, errQuarantined) {
+		return err
+	}
+	return nil
 }
 
 // Reserve assigns a card to a claim, for a VM that a migration brings to this host. The
@@ -173,6 +199,9 @@ func (k *Keeper) DetachReleased(ctx context.Context, m vm.VM, gpu, migration str
 		return k.guestOf(m.UUID, gpu), nil
 	}
 	c, name, end, err := k.lockAssigned(ctx, m, gpu)
+	if errors.Is(err, ErrTaken) && k.parted(ctx, m, gpu) {
+		return nil, nil //nolint:nilnil // where it was is not known any more
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -189,13 +218,16 @@ func (k *Keeper) DetachReleased(ctx context.Context, m vm.VM, gpu, migration str
 	if err := c.enter(ready); err != nil {
 		return nil, err
 	}
-	return c.assignment.Guest, c.reset(ctx)
+	return c.assignment.Guest, c.afterwards(ctx)
 }
 
 // Keep makes a card stay assigned when its VM stops. A migration calls it before it stops
 // the VM.
 func (k *Keeper) Keep(ctx context.Context, m vm.VM, gpu, migration string) error {
 	c, _, end, err := k.lockAssigned(ctx, m, gpu)
+	if errors.Is(err, ErrTaken) && k.parted(ctx, m, gpu) {
+		return nil
+	}
 	if err != nil {
 		return err
 	}
@@ -211,6 +243,9 @@ func (k *Keeper) Keep(ctx context.Context, m vm.VM, gpu, migration string) error
 // stored definition. Keep was called before. The card stays assigned.
 func (k *Keeper) ResetStopped(ctx context.Context, m vm.VM, gpu string) error {
 	c, name, end, err := k.lockAssigned(ctx, m, gpu)
+	if errors.Is(err, ErrTaken) && k.parted(ctx, m, gpu) {
+		return nil
+	}
 	if err != nil {
 		return err
 	}
@@ -223,7 +258,7 @@ func (k *Keeper) ResetStopped(ctx context.Context, m vm.VM, gpu string) error {
 		err = c.enter(ready)
 	}
 	if err == nil {
-		err = c.reset(ctx)
+		err = c.afterwards(ctx)
 	}
 	if err != nil {
 		return fmt.Errorf("gpu %s: %w", name, err)
