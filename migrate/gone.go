@@ -1,6 +1,7 @@
 package migrate
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -57,16 +58,9 @@ func (r *run) missing(ctx context.Context, is string) error {
 // for a moment, so they are asked for a while. hint says what to do about a VM that is only stopped.
 func (r *run) gone(ctx context.Context) (hint string, err error) {
 	from, to := r.move().GetFromHost(), r.move().GetToHost()
-	where := func(s Site, host string) (Presence, error) {
-		p, err := s.Where(ctx, r.vm())
-		if errors.Is(err, ErrUnreachable) && r.saidAbsent(host) {
-			return Absent, nil
-		}
-		return p, err
-	}
 	for until := time.Now().Add(r.Patience / 4); ; {
-		here, err := where(r.a, from)
-		there, lost := where(r.b, to)
+		here, err := r.where(ctx, r.a, from)
+		there, lost := r.where(ctx, r.b, to)
 		switch {
 		case err != nil || lost != nil || alive(here) || alive(there) || r.move().GetCold() && (here == Stopped || there == Stopped):
 			return "", nil
@@ -90,26 +84,45 @@ func (r *run) gone(ctx context.Context) (hint string, err error) {
 // again: an operator, or that host itself when it has booted.
 func (r *run) start(ctx context.Context, s Site, gpu string, other Site, host string) error {
 	if r.move().GetFromHost() != r.move().GetToHost() {
-		there, err := other.Where(ctx, r.vm())
-		if errors.Is(err, ErrStale) {
+		if err := r.alone(ctx, s, other, host); err != nil {
 			return err
-		}
-		here, unknown := s.Where(ctx, r.vm())
-		switch again := err == nil && alive(there); {
-		case again && unknown == nil && alive(here):
-			return r.twice(ctx)
-		case r.move().GetTwice() && r.move().GetPaused() && (again || unknown == nil && alive(here)):
-			// One of the two was destroyed. If the other is that which was paused, it goes on.
-			if p, err := r.to().Where(ctx, r.vm()); err == nil && p == Moving {
-				if err := r.to().Unpause(ctx, r.vm()); err != nil {
-					return err
-				}
-			}
-		}
-		r.m.Machine.Twice, r.m.Machine.Paused = false, false
-		if err == nil && alive(there) {
-			return fmt.Errorf("the VM runs on host %s, where somebody has started it again", host)
 		}
 	}
 	return s.Start(ctx, r.vm(), gpu, r.move().GetStored())
+}
+
+// alone returns an error if the VM is not to be started on a host, as it runs on the other one.
+func (r *run) alone(ctx context.Context, s, other Site, host string) error {
+	here, unknown := s.Where(ctx, r.vm())
+	there, err := r.where(ctx, other, host)
+	runs := err == nil && alive(there)
+	switch twice := r.move().GetTwice(); {
+	case errors.Is(err, ErrStale):
+		return err
+	case runs && unknown == nil && alive(here):
+		return r.twice(ctx)
+	case twice && (err != nil || unknown != nil): // a copy is paused, and may be the only one
+		return fmt.Errorf("%w, as far as is known: %w; gpuctl migrations resume %s when both answer", errTwice, cmp.Or(err, unknown), r.m.GetId())
+	case twice && r.move().GetPaused():
+		// One of the two was destroyed. If the other is that which was paused, it goes on.
+		if p, err := r.to().Where(ctx, r.vm()); err == nil && p == Moving {
+			if err := r.to().Unpause(ctx, r.vm()); err != nil {
+				return err
+			}
+		}
+	}
+	r.m.Machine.Twice, r.m.Machine.Paused = false, false
+	if runs {
+		return fmt.Errorf("the VM runs on host %s, where somebody has started it again", host)
+	}
+	return nil
+}
+
+// where asks a host for the VM. If it cannot be asked, the operator's word counts.
+func (r *run) where(ctx context.Context, s Site, host string) (Presence, error) {
+	p, err := s.Where(ctx, r.vm())
+	if errors.Is(err, ErrUnreachable) && r.saidAbsent(host) {
+		return Absent, nil
+	}
+	return p, err
 }

@@ -157,6 +157,11 @@ func TestStoppedVMThatRunsTwiceIsHeld(t *testing.T) {
 		if text := m.GetMessage(); m.GetState() != held || !m.GetMachine().GetTwice() || !w.paused["h2"] || !strings.Contains(text, "the VM runs on two hosts, h1 and h2: the copy on host h2 is paused") {
 			t.Errorf("%s: %s; twice %v, paused %v", m.GetState(), text, m.GetMachine().GetTwice(), w.paused)
 		}
+		w.down["h1"] = true // nobody knows what is there
+		if m = w.resume(m); m.GetState() != held || !m.GetMachine().GetTwice() || !w.paused["h2"] {
+			t.Errorf("%s: %s; twice %v, paused %v", m.GetState(), m.GetMessage(), m.GetMachine().GetTwice(), w.paused)
+		}
+		w.down["h1"] = false
 		want := done
 		if w.at, w.twin = stays, ""; stays == "h1" {
 			want, w.paused = back, map[string]bool{}
