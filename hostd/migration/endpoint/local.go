@@ -15,6 +15,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/hostd/migration/stash"
+	"github.com/gpuctl/gpuctl/internal/busy"
 	"github.com/gpuctl/gpuctl/internal/excerpt"
 	"github.com/gpuctl/gpuctl/internal/size"
 	"github.com/gpuctl/gpuctl/internal/virt"
@@ -90,6 +91,8 @@ type Local struct {
 	// Follow counts what is sent to a host, and limits VMs to Rate. It is used if libvirt
 	// can do neither.
 	Follow func(ctx context.Context, host string) (Flow, error)
+
+	sending busy.Set // VMs, by UUID, that Move is about to send, or sends
 }
 
 // Flow counts what is sent to a host.
@@ -140,8 +143,16 @@ func (l *Local) Unpause(ctx context.Context, uuid string) error {
 	return l.Fence.Halt(uuid, false)
 }
 
-// Move migrates the VM to another host with libvirt.
-func (l *Local) Move(ctx context.Context, uuid, to string, report migrate.Progress) error {
+// Move migrates the VM to another host with libvirt. Before it begins, it looks again whether its
+// driver was replaced: libvirt may have taken its time, and the next driver decides by where the
+// VM is.
+func (l *Local) Move(ctx context.Context, machine *gpuctlv1.SiteMachine, to string, report migrate.Progress) error {
+	uuid := machine.GetUuid()
+	sent, ok := l.sending.Begin(uuid)
+	if !ok {
+		return fmt.Errorf("%w: VM %s is just being sent", migrate.ErrUnreachable, machine.GetName())
+	}
+	defer sent()
 	d, err := l.domain(ctx, uuid)
 	if err != nil {
 		return err
@@ -164,6 +175,9 @@ func (l *Local) Move(ctx context.Context, uuid, to string, report migrate.Progre
 			return err
 		}
 		defer end()
+	}
+	if err := l.Fence.Admit(machine); err != nil {
+		return err
 	}
 	// Its channel ends; a new one is opened afterwards. If its applications compute over the
 	// channel, it ends as late as possible.

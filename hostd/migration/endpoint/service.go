@@ -118,9 +118,13 @@ func (s *Service) Where(ctx context.Context, req *connect.Request[gpuctlv1.SiteM
 			return nil, toConnect(err)
 		}
 	}
+	sending := s.local.sending.Has(req.Msg.GetUuid()) // asked first: later ones are of a later driver
 	p, err := s.local.Where(ctx, req.Msg.GetUuid())
 	if err != nil {
 		return nil, toConnect(err)
+	}
+	if sending && p == migrate.Running {
+		p = migrate.Moving
 	}
 	if p == migrate.Kept { // to hosts that do not know it, it is moving
 		return connect.NewResponse(&gpuctlv1.SiteWhereResponse{Presence: migrate.Moving.String(), Kept: true}), nil
@@ -285,7 +289,7 @@ func telling(out *connect.ServerStream[gpuctlv1.SiteProgress]) migrate.Progress 
 
 // Move migrates a VM to another host.
 func (s *Service) Move(ctx context.Context, req *connect.Request[gpuctlv1.SiteMoveRequest], out *connect.ServerStream[gpuctlv1.SiteProgress]) error {
-	return toConnect(s.step(req.Msg.GetMachine(), func() error { return s.local.Move(ctx, req.Msg.GetMachine().GetUuid(), req.Msg.GetTo(), telling(out)) }))
+	return toConnect(s.step(req.Msg.GetMachine(), func() error { return s.local.Move(ctx, req.Msg.GetMachine(), req.Msg.GetTo(), telling(out)) }))
 }
 
 // Freeze suspends sessions.

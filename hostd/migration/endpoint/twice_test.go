@@ -2,13 +2,18 @@ package endpoint
 
 import (
 	"context"
+	"errors"
 	"log/slog"
+	"path/filepath"
+	"slices"
 	"testing"
+	"time"
 
 	"connectrpc.com/connect"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/internal/virt"
 	"github.com/gpuctl/gpuctl/internal/virt/virttest"
 	"github.com/gpuctl/gpuctl/internal/vm"
@@ -105,5 +110,41 @@ func TestVMThatLibvirtLeavesPausedIsNotMoving(t *testing.T) {
 	s.Next("domjobinfo", virttest.Fault{Code: 39, Message: "unknown procedure: 298"})
 	if p, err := l.Where(t.Context(), lost); err == nil {
 		t.Errorf("left paused, and it is not known whether a job runs: %v", p)
+	}
+}
+
+// A driver that is replaced while its host still asks libvirt about the VM does not send the VM any
+// more, and the next one does not take the VM for one that stays.
+func TestVMIsNotSentByADriverThatWasReplacedMeanwhile(t *testing.T) {
+	s, v := libvirtd(t, "qemu")
+	peer, _ := libvirtd(t, "qemu")
+	s.Peer("qemu+tcp://h2/system", peer)
+	run(t, v)
+	fence, err := OpenFence(filepath.Join(t.TempDir(), "tokens.json"), func() string { return "c" })
+	if err != nil {
+		t.Fatal(err)
+	}
+	log := slog.New(slog.DiscardHandler)
+	l := &Local{
+		Whereabouts: Whereabouts{Name: "h1", Client: v, Log: log}, Fence: fence, Guests: NewGuests(GuestsConfig{Log: log}),
+		URI: func(string) (string, string, error) { return "qemu+tcp://h2/system", "", nil },
+	}
+	sv := &Service{l}
+	s.Next("is persistent", virttest.Fault{Do: true, Delay: time.Second})
+	first := &gpuctlv1.SiteMachine{Uuid: lost, Name: "web", Migration: "m-1", Token: 7}
+	over := make(chan error, 1)
+	go func() {
+		over <- sv.step(first, func() error { return l.Move(t.Context(), first, "h2", func(uint64, uint64, string) {}) })
+	}()
+	testkit.Until(t, "libvirt is asked", func() error { return testkit.Want(slices.Contains(s.Calls(), "is persistent"), s.Calls()) })
+	second := &Remote{Host: "h1", Migration: "m-1", Token: 8, Service: served{s: sv}}
+	if p, err := second.Where(t.Context(), vm.VM{UUID: lost}); err != nil || p != migrate.Moving {
+		t.Errorf("it is %v, %v", p, err)
+	}
+	if err := <-over; !errors.Is(err, migrate.ErrStale) {
+		t.Errorf("it was sent: %v", err)
+	}
+	if p, err := second.Where(t.Context(), vm.VM{UUID: lost}); err != nil || p != migrate.Running {
+		t.Errorf("it is %v, %v", p, err)
 	}
 }
