@@ -218,7 +218,7 @@ func (u *Users) killAll(uid uint32) error {
 }
 
 // hasProcess reports whether a process runs as the user. Zombies do not count: they do
-// nothing, and their parents may be slow.
+// nothing, and their parents may be slow. One of which only the first thread has ended is none.
 func hasProcess(uid uint32) (bool, error) {
 	entries, err := os.ReadDir("/proc")
 	if err != nil {
@@ -233,17 +233,20 @@ func hasProcess(uid uint32) (bool, error) {
 		if err != nil {
 			continue // it has ended
 		}
-		var state, ids string
+		var state, ids, threads string
 		for l := range strings.Lines(string(b)) {
 			if rest, ok := strings.CutPrefix(l, "State:"); ok {
 				state = strings.TrimSpace(rest)
 			}
 			if rest, ok := strings.CutPrefix(l, "Uid:"); ok {
 				ids = rest
+			}
+			if rest, ok := strings.CutPrefix(l, "Threads:"); ok {
+				threads = strings.TrimSpace(rest)
 				break
 			}
 		}
-		if strings.HasPrefix(state, "Z") || strings.HasPrefix(state, "X") {
+		if (strings.HasPrefix(state, "Z") || strings.HasPrefix(state, "X")) && (threads == "" || threads == "0" || threads == "1") {
 			continue
 		}
 		for _, id := range strings.Fields(ids) {

@@ -5,9 +5,13 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
+
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 func TestParseRange(t *testing.T) {
@@ -194,5 +198,31 @@ func BenchmarkEnter(b *testing.B) {
 		if err := OnThread(Policy{Program: "/proc/self/exe", Write: []string{dir}}.Enter); err != nil {
 			b.Fatal(err)
 		}
+	}
+}
+
+func TestMain(m *testing.M) {
+	testkit.HalfMain()
+	os.Exit(m.Run())
+}
+
+// Who runs as a session's user and ends its first thread must not be left to the next session.
+func TestUserIsNotGivenBackWhileAThreadOfItRuns(t *testing.T) {
+	needRoot(t)
+	u := &Users{Range: Range{0x7f200200, 0x7f20020f}, Dir: filepath.Join(t.TempDir(), "taken")}
+	dir := folder(t)
+	uid, err := u.Take(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	pid := testkit.Half(t, &syscall.Credential{Uid: uid, Gid: uid})
+	if busy, err := hasProcess(uid); err != nil || !busy {
+		t.Errorf("busy: %v, %v", busy, err)
+	}
+	if err := u.Release(dir); err != nil {
+		t.Fatal(err)
+	}
+	if b, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "task", strconv.Itoa(pid), "status")); err == nil && !strings.Contains(string(b), "Threads:\t1\n") {
+		t.Errorf("the user was given back, and its process runs:\n%s", b)
 	}
 }

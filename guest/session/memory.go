@@ -3,7 +3,6 @@ package session
 import (
 	"fmt"
 	"os"
-	"strconv"
 	"sync"
 
 	"golang.org/x/sys/unix"
@@ -136,7 +135,11 @@ func findMemory(want [3]inode, pids ...int) (*memory, error) {
 
 // openDescriptors opens the folder with a process's descriptors in /proc.
 func openDescriptors(pid int) (*os.File, error) {
-	path := "/proc/" + strconv.Itoa(pid) + "/fd"
+	at, err := livePart(pid)
+	if err != nil {
+		return nil, err
+	}
+	path := "/proc/" + at + "/fd"
 	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return nil, err

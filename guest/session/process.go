@@ -169,19 +169,62 @@ func writeProc(pid int, name, value string) error {
 // startTime returns field 22 of /proc/PID/stat. The name in field 2 may contain any
 // character.
 func startTime(pid int) (uint64, error) {
-	b, err := readProc(pid, "stat")
-	if err != nil {
+	start, ended, _, err := readStat(strconv.Itoa(pid))
+	switch {
+	case err != nil:
 		return 0, err
+	case ended:
+		return 0, fmt.Errorf("pid %d: %w", pid, ErrGone)
+	}
+	return start, nil
+}
+
+// readStat reads the stat of a process or thread in /proc. half says that the first thread of a
+// process has ended, and the others go on.
+func readStat(of string) (start uint64, ended, half bool, err error) {
+	f, err := beneath.OpenFile("/proc", of+"/stat", os.O_RDONLY, 0)
+	if err != nil {
+		return 0, false, false, err
+	}
+	defer f.Close()
+	b, err := io.ReadAll(io.LimitReader(f, mostOfProc))
+	if err != nil {
+		return 0, false, false, err
 	}
 	_, rest, ok := strings.Cut(string(b[max(0, strings.LastIndexByte(string(b), ')')):]), ") ")
 	fields := strings.Fields(rest)
 	if !ok || len(fields) < 20 {
-		return 0, fmt.Errorf("pid %d: malformed stat", pid)
+		return 0, false, false, fmt.Errorf("%s: malformed stat", of)
 	}
 	if fields[0] == "Z" || fields[0] == "X" {
-		return 0, fmt.Errorf("pid %d: %w", pid, ErrGone)
+		half = fields[17] != "0" && fields[17] != "1"
+		ended = !half
 	}
-	return strconv.ParseUint(fields[19], 10, 64)
+	start, err = strconv.ParseUint(fields[19], 10, 64)
+	return start, ended, half, err
+}
+
+// livePart returns the folder in /proc that has what a process has open: its own, or that of a
+// thread that goes on after the first one.
+func livePart(pid int) (string, error) {
+	at := strconv.Itoa(pid)
+	_, _, half, err := readStat(at)
+	if err != nil || !half {
+		return at, err
+	}
+	d, err := beneath.OpenDir("/proc", at+"/task")
+	if err != nil {
+		return "", err
+	}
+	names, err := d.Readdirnames(-1)
+	d.Close()
+	for _, name := range names {
+		part := at + "/task/" + name
+		if _, ended, half, err := readStat(part); err == nil && !ended && !half {
+			return part, nil
+		}
+	}
+	return "", errors.Join(err, fmt.Errorf("pid %d: %w", pid, ErrGone))
 }
 
 // commandLine returns the process's command line, short enough for a table.

@@ -31,6 +31,7 @@ func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && (os.Args[1] == "executor" || os.Args[1] == "probe") {
 		os.Exit(reportSurroundings())
 	}
+	testkit.HalfMain()
 	goleak.VerifyTestMain(m)
 }
 

@@ -92,7 +92,9 @@ func startTime(proc fs.FS, pid int) (uint64, error) {
 	}
 	text := string(data)
 	fields := strings.Fields(text[strings.LastIndexByte(text, ')')+1:])
-	if len(fields) < 20 || fields[0] == "Z" || fields[0] == "X" {
+	// With other threads, only the first one has ended, and the process goes on.
+	ended := len(fields) >= 20 && (fields[0] == "Z" || fields[0] == "X") && (fields[17] == "0" || fields[17] == "1")
+	if len(fields) < 20 || ended {
 		return 0, fmt.Errorf("process %d is over: %w", pid, fs.ErrNotExist)
 	}
 	start, err := strconv.ParseUint(fields[19], 10, 64)

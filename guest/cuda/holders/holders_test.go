@@ -9,6 +9,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // tree makes a look from lines "PID PARENT GROUP SESSION TTY CGROUP [holds [USER]]".
@@ -194,4 +196,40 @@ func FuzzParseStat(f *testing.F) {
 			t.Error(p)
 		}
 	})
+}
+
+func TestMain(m *testing.M) {
+	testkit.HalfMain()
+	os.Exit(m.Run())
+}
+
+// A program's first thread may end, and the others compute on.
+func TestProcessWhoseFirstThreadHasEndedHasItsNodes(t *testing.T) {
+	dev := t.TempDir()
+	f, err := os.Create(filepath.Join(dev, "nvidia0"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	t.Setenv("GPUCTL_TOKEN", "its token")
+	pid := testkit.Half(t, nil, f)
+	r := Roots{Dev: dev}
+	l, err := r.Take(true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if h := l.Holders[pid]; h == nil || !slices.Equal(h.Nodes, []string{"nvidia0"}) || h.Command == "" {
+		t.Errorf("%+v", h)
+	}
+	if v := r.Variable(pid, "GPUCTL_TOKEN"); v != "its token" {
+		t.Errorf("its token is %q", v)
+	}
+	p, err := Pin(pid, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.Close()
+	if p.Ended() {
+		t.Error("it is said to have ended")
+	}
 }

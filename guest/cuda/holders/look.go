@@ -33,7 +33,9 @@ type Process struct {
 	Name           string // of the program, as the kernel has it
 	Stopped        bool   // by a signal, or by a debugger
 
-	zombie, own bool
+	// zombie is what has ended. With half, only its first thread has: the process goes on, and
+	// what it has open is seen by its other threads only.
+	zombie, half, own bool
 }
 
 // Holder is a process that has nodes of the driver.
@@ -128,12 +130,15 @@ func gone(err error) bool { return errors.Is(err, fs.ErrNotExist) || errors.Is(e
 // holder returns what a process has, or nil.
 func (r Roots) holder(p *Process, maps bool) (*Holder, error) {
 	h := &Holder{Process: *p}
-	var err error
-	if h.Nodes, err = r.open(p.PID); err != nil {
+	at, err := r.alive(p)
+	if err != nil {
+		return nil, err
+	}
+	if h.Nodes, err = r.open(at); err != nil {
 		return nil, err
 	}
 	if maps {
-		if h.Mapped, err = r.mapped(p.PID); err != nil {
+		if h.Mapped, err = r.mapped(at); err != nil {
 			return nil, err
 		}
 	}
@@ -151,9 +156,42 @@ func (r Roots) holder(p *Process, maps bool) (*Holder, error) {
 	return h, nil
 }
 
+// alive returns the folder in /proc that has what a process has: its own, or that of a thread
+// which goes on after the first one.
+func (r Roots) alive(p *Process) (string, error) {
+	pid := strconv.Itoa(p.PID)
+	if !p.half {
+		return pid, nil
+	}
+	names, err := r.list(pid + "/task")
+	if err != nil {
+		return "", err
+	}
+	for _, name := range names {
+		at := pid + "/task/" + name
+		b, err := r.readAt(at, "stat")
+		if err != nil {
+			continue // it has ended
+		}
+		if t, err := parseStat(p.PID, string(b)); err == nil && !t.zombie && !t.half {
+			return at, nil
+		}
+	}
+	return "", fmt.Errorf("pid %d: %w", p.PID, unix.ESRCH)
+}
+
+// at returns the same for a process of that number.
+func (r Roots) at(pid int) (string, error) {
+	p, err := readStat(r.proc(), pid)
+	if err != nil {
+		return "", err
+	}
+	return r.alive(p)
+}
+
 // open returns the names of the nodes that a process has open.
-func (r Roots) open(pid int) ([]string, error) {
-	d, err := beneath.OpenDir(r.proc(), strconv.Itoa(pid)+"/fd")
+func (r Roots) open(at string) ([]string, error) {
+	d, err := beneath.OpenDir(r.proc(), at+"/fd")
 	if err != nil {
 		return nil, err
 	}
@@ -210,8 +248,8 @@ func isDevice(dir int, name string) bool {
 
 // mapped returns the names of the nodes that a process has mapped. A mapping keeps a device
 // open without a descriptor.
-func (r Roots) mapped(pid int) ([]string, error) {
-	b, err := beneath.ReadFile(r.proc(), strconv.Itoa(pid)+"/maps", mostMaps)
+func (r Roots) mapped(at string) ([]string, error) {
+	b, err := beneath.ReadFile(r.proc(), at+"/maps", mostMaps)
 	if err != nil {
 		return nil, err
 	}
@@ -284,7 +322,11 @@ func ids(f []string) (out [4]uint32, err error) {
 
 // Loads reports whether a process has mapped a library of that name.
 func (r Roots) Loads(pid int, library string) bool {
-	b, err := beneath.ReadFile(r.proc(), strconv.Itoa(pid)+"/maps", mostMaps)
+	at, err := r.at(pid)
+	if err != nil {
+		return false
+	}
+	b, err := beneath.ReadFile(r.proc(), at+"/maps", mostMaps)
 	return err == nil && strings.Contains(string(b), "/"+library)
 }
 
@@ -298,9 +340,20 @@ func (r Roots) SameNamespace(pid int) (bool, error) {
 	return ours == theirs, err
 }
 
-// Read returns one file of a process, at most 64 KiB.
-func (r Roots) read(pid int, name string) ([]byte, error) {
-	f, err := beneath.OpenFile(r.proc(), strconv.Itoa(pid)+"/"+name, os.O_RDONLY, 0)
+// read returns one file of a process, at most 64 KiB.
+func (r Roots) read(pid int, name string) ([]byte, error) { return r.readAt(strconv.Itoa(pid), name) }
+
+// readLive returns one that a process has no more when its first thread has ended.
+func (r Roots) readLive(pid int, name string) ([]byte, error) {
+	at, err := r.at(pid)
+	if err != nil {
+		return nil, err
+	}
+	return r.readAt(at, name)
+}
+
+func (r Roots) readAt(at, name string) ([]byte, error) {
+	f, err := beneath.OpenFile(r.proc(), at+"/"+name, os.O_RDONLY, 0)
 	if err != nil {
 		return nil, err
 	}
@@ -310,7 +363,7 @@ func (r Roots) read(pid int, name string) ([]byte, error) {
 
 // Command returns the process's command line, short enough for a table.
 func (r Roots) Command(pid int) string {
-	b, err := r.read(pid, "cmdline")
+	b, err := r.readLive(pid, "cmdline")
 	if err != nil {
 		return ""
 	}
@@ -325,7 +378,7 @@ func (r Roots) Command(pid int) string {
 
 // Variable returns a variable of the environment that a process was started with, or "".
 func (r Roots) Variable(pid int, name string) string {
-	b, err := r.read(pid, "environ")
+	b, err := r.readLive(pid, "environ")
 	if err != nil {
 		return ""
 	}
@@ -386,7 +439,7 @@ func (r Roots) Layout(pid int) (string, error) {
 
 // Resident returns how many bytes of memory a process has.
 func (r Roots) Resident(pid int) (uint64, error) {
-	b, err := r.read(pid, "statm")
+	b, err := r.readLive(pid, "statm")
 	if err != nil {
 		return 0, fmt.Errorf("memory of pid %d: %w", pid, err)
 	}
@@ -409,6 +462,9 @@ func parseStat(pid int, s string) (*Process, error) {
 		return nil, fmt.Errorf("pid %d: malformed stat", pid)
 	}
 	p := &Process{PID: pid, Name: strings.ToValidUTF8(s[open+1:end], "?"), zombie: f[0] == "Z" || f[0] == "X", Stopped: f[0] == "T" || f[0] == "t"}
+	if p.zombie && f[17] != "0" && f[17] != "1" { // it has other threads
+		p.zombie, p.half = false, true
+	}
 	var errs []error
 	for i, into := range []*int{&p.Parent, &p.Group, &p.Session, &p.Terminal} {
 		n, err := strconv.Atoi(f[1+i])

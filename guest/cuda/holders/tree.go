@@ -62,7 +62,7 @@ func (r Roots) Ties(l *Look, tree []*Process) (ties []string, err error) {
 		if p.zombie {
 			continue
 		}
-		links, err := r.links(p.PID)
+		links, err := r.links(p)
 		if err != nil {
 			return nil, fmt.Errorf("descriptors of pid %d: %w", p.PID, err)
 		}
@@ -82,7 +82,7 @@ func (r Roots) Ties(l *Look, tree []*Process) (ties []string, err error) {
 		if inside[pid] || len(pipes) == 0 || p.zombie {
 			continue
 		}
-		links, err := r.links(pid)
+		links, err := r.links(p)
 		if err != nil {
 			continue // it has ended, and has no ends of pipes any more
 		}
@@ -98,9 +98,12 @@ func (r Roots) Ties(l *Look, tree []*Process) (ties []string, err error) {
 }
 
 // links returns what the descriptors of a process are.
-func (r Roots) links(pid int) ([]string, error) {
-	dir := strconv.Itoa(pid) + "/fd"
-	d, err := beneath.OpenDir(r.proc(), dir)
+func (r Roots) links(p *Process) ([]string, error) {
+	at, err := r.alive(p)
+	if err != nil {
+		return nil, err
+	}
+	d, err := beneath.OpenDir(r.proc(), at+"/fd")
 	if err != nil {
 		return nil, err
 	}
