@@ -285,6 +285,16 @@ func (m *Manager) register(s *session, by *gpuctlv1.OfferRequest) error {
 	return nil
 }
 
+// enter adds a session of an earlier gpuguest. Its record is there, and is left as it is: what is
+// in it can't be found out again, and there may be no room to write it.
+func (m *Manager) enter(s *session) {
+	s.log = m.log.With("session", s.id)
+	m.mu.Lock()
+	m.sessions[s.id] = s
+	m.mu.Unlock()
+	m.changed(s)
+}
+
 func (m *Manager) remove(s *session) {
 	m.mu.Lock()
 	delete(m.sessions, s.id)

@@ -44,15 +44,14 @@ func (m *Manager) takeOver() error {
 		case rec.SuspendedTo != "":
 			s.state, s.message = gpuctlv1.SessionState_SESSION_STATE_SUSPENDED, suspendedText(rec)
 		}
-		if rec.Op != nil && rec.Lost == "" {
+		m.enter(s)
+		interrupted := rec.Op != nil && rec.Lost == ""
+		revived := interrupted && rec.Op.Kind == kindRevive // read before repair changes it
+		if interrupted {
 			s.repair()
 		}
-		add := m.add
-		if rec.Op != nil && rec.Op.Kind == kindRevive && rec.Lost == "" {
-			add = m.register // its processes may not be there; the end of the operation watches them
-		}
-		if err := add(s, nil); err != nil {
-			return err
+		if !revived { // its processes may not be there; the end of the operation watches them
+			m.wg.Go(s.watch)
 		}
 	}
 	return nil
@@ -70,7 +69,6 @@ func (s *session) repair() {
 	s.op = op
 	s.state = gpuctlv1.SessionState_SESSION_STATE_HELD
 	s.message = fmt.Sprintf("a %s of an earlier gpuguest is being %s", op.kind, map[bool]string{true: "finished", false: "taken back"}[s.rec.Op.Committed])
-	s.log = m.log.With("session", s.id)
 	why := errors.New("gpuguest ended meanwhile")
 	if s.rec.Op.Committed {
 		why = nil

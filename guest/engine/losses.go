@@ -34,7 +34,8 @@ type Losses struct {
 
 	mu    sync.Mutex
 	all   []*gpuctlv1.LostSession
-	lines int // in the file
+	lines int  // in the file
+	torn  bool // its last line is not complete: the next one is written with all others
 }
 
 // OpenLosses reads the losses that a file of a run folder has, if there is one.
@@ -48,13 +49,15 @@ func OpenLosses(dir, name string) (*Losses, error) {
 		return nil, fmt.Errorf("lost sessions: %w", err)
 	}
 	for line := range bytes.Lines(b) {
+		l.lines++
 		one := &gpuctlv1.LostSession{}
 		if protojson.Unmarshal(line, one) == nil && one.GetId() != "" { // otherwise gpuguest has ended while it wrote it
 			l.all = append(l.all, one)
 		}
 	}
+	l.torn = len(b) > 0 && b[len(b)-1] != '\n'
 	l.trim()
-	return l, l.rewrite()
+	return l, nil
 }
 
 // trim forgets the oldest.
@@ -76,7 +79,7 @@ func (l *Losses) rewrite() error {
 	if err := beneath.Replace(l.dir, l.name, b, 0o600); err != nil {
 		return fmt.Errorf("lost sessions: %w", err)
 	}
-	l.lines = len(l.all)
+	l.lines, l.torn = len(l.all), false
 	return nil
 }
 
@@ -93,7 +96,7 @@ func (l *Losses) Add(s *gpuctlv1.Session, why string) error {
 	}
 	l.all = append(l.all, one)
 	l.trim()
-	if l.lines >= 2*mostLosses {
+	if l.torn || l.lines >= 2*mostLosses {
 		return l.rewrite()
 	}
 	line, err := protojson.Marshal(one)
@@ -106,6 +109,7 @@ func (l *Losses) Add(s *gpuctlv1.Session, why string) error {
 	}
 	_, err = f.Write(append(line, '\n'))
 	if err = errors.Join(err, f.Close()); err != nil {
+		l.torn = true // by a full disk
 		return fmt.Errorf("lost sessions: %w", err)
 	}
 	l.lines++

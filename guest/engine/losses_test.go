@@ -75,3 +75,23 @@ func TestLossesAreBounded(t *testing.T) {
 		t.Errorf("%d", len(all))
 	}
 }
+
+// A line that was cut off does not spoil the one after it, and is no reason not to start where
+// nothing can be written.
+func TestLossAfterOneThatWasCutOffIsKept(t *testing.T) {
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "lost"), []byte("{\"id\":\"s-1\"}\n{\"id\":\"s-"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Mkdir(filepath.Join(dir, "lost.new"), 0o700); err != nil { // so that nothing can
+		t.Fatal(err)
+	}
+	l := open(t, dir)
+	if err := os.Remove(filepath.Join(dir, "lost.new")); err != nil {
+		t.Fatal(err)
+	}
+	add(t, l, "s-2", "app", "why")
+	if all := open(t, dir).All(); len(all) != 2 || all[1].GetId() != "s-2" {
+		t.Errorf("%v", all)
+	}
+}
