@@ -236,7 +236,7 @@ func (m *Manager) Plan(ctx context.Context, req *gpuctlv1.PlanRequest) (*gpuctlv
 
 // planMembers asks the driver for the state of each process of the session's job.
 func (m *Manager) planMembers(ctx context.Context, c *machine, s *session) (rs reasons, err error) {
-	job := c.look.JobOf(s.members()[0].PID)
+	job := s.job(c.look)
 	if job == nil {
 		rs.add(ReasonGone, "the session's processes use no GPU any more")
 		return rs, nil

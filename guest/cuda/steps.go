@@ -120,18 +120,46 @@ func moved(c *machine, from []gpu, to []ask.UUID) []gpu {
 	return gs
 }
 
+// job returns the job that the session is, as it is now, or nil. It has what descends from the
+// session's first process, and what belongs to its members: their launcher may have ended. What has
+// the pid of one that has ended is none of it, nor what is in another session.
+func (s *session) job(l *holders.Look) *holders.Job {
+	s.mu.Lock()
+	ids := []holders.Process{{PID: s.rec.PID, Start: s.rec.Start}}
+	for _, mb := range s.rec.Members {
+		ids = append(ids, holders.Process{PID: mb.PID, Start: mb.Start})
+	}
+	s.mu.Unlock()
+	var all *holders.Job
+	for _, id := range ids {
+		if p := l.Processes[id.PID]; p == nil || p.Start != id.Start || all != nil && all.Has(id.PID) {
+			continue
+		}
+		job := l.JobOf(id.PID)
+		if job == nil {
+			continue
+		}
+		if all == nil {
+			all = &holders.Job{Root: job.Root}
+		}
+		for _, h := range job.Holders {
+			if of := s.m.sessionOf(h.PID, h.Start); !all.Has(h.PID) && (of == nil || of == s) {
+				all.Holders = append(all.Holders, h)
+			}
+		}
+	}
+	if all == nil || len(all.Holders) == 0 {
+		return nil
+	}
+	slices.SortFunc(all.Holders, func(a, b *holders.Holder) int { return a.PID - b.PID })
+	return all
+}
+
 // refresh finds the job's processes anew, and asks the driver for the state of each. All
 // must run.
 func (s *session) refresh(ctx context.Context, c *machine) (reasons, error) {
-	s.mu.Lock()
-	root, old := s.rec.PID, slices.Clone(s.rec.Members)
-	s.mu.Unlock()
-	job := c.look.JobOf(root)
-	for _, mb := range old {
-		if job == nil {
-			job = c.look.JobOf(mb.PID)
-		}
-	}
+	old := s.members()
+	job := s.job(c.look)
 	if job == nil {
 		return nil, fmt.Errorf("session %s: its processes use no GPU any more: %w", s.id, holders.ErrGone)
 	}
@@ -214,17 +242,14 @@ func (s *session) assess(c *machine, kind string, target *gpuctlv1.Target) ([]as
 // forks finds processes of the job that keep the card: a child that did not exec has its
 // parent's descriptors, and no checkpoint closes those.
 func (s *session) forks(rs *reasons, c *machine, members []*member) {
-	for _, mb := range members {
-		job := c.look.JobOf(mb.PID)
-		if job == nil {
-			continue
-		}
-		for _, h := range job.Holders {
-			if !slices.ContainsFunc(members, func(o *member) bool { return o.PID == h.PID }) {
-				rs.add(ReasonFork, "pid %d (%s) does not use CUDA and has %v open, as a child that was forked without exec: the card can't be taken away before it ends", h.PID, h.Command, h.Nodes)
-			}
-		}
+	job := s.job(c.look)
+	if job == nil {
 		return
+	}
+	for _, h := range job.Holders {
+		if !slices.ContainsFunc(members, func(o *member) bool { return o.PID == h.PID }) {
+			rs.add(ReasonFork, "pid %d (%s) does not use CUDA and has %v open, as a child that was forked without exec: the card can't be taken away before it ends", h.PID, h.Command, h.Nodes)
+		}
 	}
 }
 
@@ -258,7 +283,7 @@ func (op *operation) lockAll(ctx context.Context) error {
 		return err
 	}
 	members := op.s.members()
-	job := l.JobOf(members[0].PID)
+	job := op.s.job(l)
 	if job == nil {
 		return fmt.Errorf("pid %d: %w", members[0].PID, holders.ErrGone)
 	}
