@@ -48,11 +48,17 @@ esac
 // apart starts cudaloop with its input and output in files, as a service would.
 func (r *rig) apart() (pid int, works func()) {
 	r.t.Helper()
+	return r.apartAs(programs+"/cudaloop", "--mib", "8")
+}
+
+// apartAs does the same with a command that starts it.
+func (r *rig) apartAs(path string, args ...string) (pid int, works func()) {
+	r.t.Helper()
 	in, out := filepath.Join(r.dir, "in"), filepath.Join(r.dir, "out")
 	if err := unix.Mkfifo(in, 0o600); err != nil {
 		r.t.Fatal(err)
 	}
-	cmd := exec.Command(programs+"/cudaloop", "--mib", "8")
+	cmd := exec.Command(path, args...)
 	cmd.Env = environment(r.dir)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	var err error

@@ -3,6 +3,7 @@ package cuda
 import (
 	"fmt"
 	"slices"
+	"strings"
 	"syscall"
 	"testing"
 
@@ -110,4 +111,24 @@ func TestProcessIsInOneSessionOnly(t *testing.T) {
 			t.Errorf("%s: %+v", id, j)
 		}
 	}
+}
+
+// A process between the first one and a member ends while the job is written. The member is not in
+// the folder then, which nobody could resume from, and nothing may be ended.
+func TestStoreWithoutAMemberIsTakenBack(t *testing.T) {
+	needRoot(t)
+	r := newRig(t)
+	r.script(`kill -KILL $(cat middle); while [ -e /proc/$(cat middle)/exe ]; do sleep 0.01; done`)
+	middle := "echo $$ > " + r.dir + "/middle; " + programs + "/cudaloop --mib 8; true"
+	pid, works := r.apartAs("/bin/sh", "-c", "sh -c '"+middle+"'; exec sleep 60")
+	id := r.adopt(pid)
+	member := r.processes(id)[0]
+	t.Cleanup(func() { _ = syscall.Kill(member, syscall.SIGKILL) })
+	if res := r.store(id, ""); !res.GetRolledBack() || !strings.Contains(res.GetError(), "does not descend") {
+		t.Fatalf("%v", res)
+	}
+	if _, err := holders.Pin(pid, 0); err != nil {
+		t.Errorf("the first process: %v", err)
+	}
+	works()
 }

@@ -30,6 +30,17 @@ func (op *operation) tree(l *holders.Look) (all []treeProc, err error) {
 	return all, nil
 }
 
+// whole returns an error if a member is not in the tree: its parent has ended meanwhile, so it
+// descends from another process. It would not be written, and the folder could not be used.
+func (op *operation) whole(tree []treeProc) error {
+	for _, mb := range op.s.members() {
+		if !slices.ContainsFunc(tree, func(p treeProc) bool { return p.PID == mb.PID && p.Start == mb.Start }) {
+			return fmt.Errorf("pid %d (%s) does not descend from pid %d any more, or has ended: they can't be written as one tree", mb.PID, mb.Command, op.s.rec.PID)
+		}
+	}
+	return nil
+}
+
 // dump has criu write the processes, after it was seen that none of them has a node of the
 // driver. They are stopped after it.
 func (op *operation) dump(ctx context.Context) error {
@@ -40,6 +51,9 @@ func (op *operation) dump(ctx context.Context) error {
 		return err
 	}
 	tree, err := op.tree(l)
+	if err == nil {
+		err = op.whole(tree)
+	}
 	if err != nil {
 		return err
 	}
@@ -126,7 +140,11 @@ func (op *operation) seal(ctx context.Context) error {
 		return err
 	}
 	// Their user may have let them go on. Then they are further than what was written.
-	if _, err := op.stoppedTree(); err != nil {
+	tree, err := op.stoppedTree()
+	if err == nil {
+		err = op.whole(tree)
+	}
+	if err != nil {
 		return err
 	}
 	if err := s.commit(); err != nil {
@@ -174,6 +192,9 @@ func (op *operation) stoppedTree() ([]treeProc, error) {
 func (op *operation) manifest(ctx context.Context) (*criu.Manifest, error) {
 	s := op.s
 	tree, err := op.stops(ctx)
+	if err == nil {
+		err = op.whole(tree)
+	}
 	if err != nil {
 		return nil, err
 	}
