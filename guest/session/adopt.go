@@ -41,6 +41,9 @@ func (m *Manager) adoptAll() error {
 func (m *Manager) adopt(dir, id string) error {
 	log := m.log.With("session", id)
 	rec, err := readRecord(dir)
+	if scarce(err) {
+		return fmt.Errorf("session %s: %w", id, err)
+	}
 	if err == nil && rec.ID != id {
 		err = fmt.Errorf("record is of session %s", rec.ID)
 	}
@@ -69,6 +72,9 @@ func (m *Manager) adopt(dir, id string) error {
 	if rec.PID != 0 {
 		var err error
 		s.app, err = openProcess(rec.PID, rec.Start, nil)
+		if err != nil && !errors.Is(err, ErrGone) { // nobody knows whether it has ended
+			return fmt.Errorf("session %s: application: %w", id, err)
+		}
 		seen = err == nil
 	}
 	// If gpuguest can't see the application's pid, the connection that stood for the
@@ -83,7 +89,11 @@ func (m *Manager) adopt(dir, id string) error {
 			pids = append(pids, e.proc.PID())
 		}
 	}
-	if s.mem, err = findMemory(rec.Memory, pids...); err != nil {
+	if s.mem, err = findMemory(rec.Memory, pids...); scarce(err) {
+		s.app.close()
+		return fmt.Errorf("session %s: its memory: %w", id, err)
+	}
+	if err != nil {
 		s.abandon(err.Error())
 		return nil
 	}

@@ -100,7 +100,8 @@ func createMemfd(name string, size uint64, seals int) (*os.File, error) {
 
 // findMemory opens the memfds with the given inodes through the descriptors of any of the
 // processes. Each process chooses its descriptors, and can change them at any time. So
-// nothing is opened unless it is certainly one of the session's memfds.
+// nothing is opened unless it is certainly one of the session's memfds. For lack of descriptors
+// or memory it may miss them: then scarce is true of the error.
 func findMemory(want [3]inode, pids ...int) (*memory, error) {
 	m := &memory{}
 	files := [3]**os.File{&m.ring, &m.arena, &m.state}
@@ -109,6 +110,10 @@ func findMemory(want [3]inode, pids ...int) (*memory, error) {
 			continue
 		}
 		fds, err := openDescriptors(pid)
+		if scarce(err) {
+			m.close()
+			return nil, err
+		}
 		if err != nil {
 			continue // the process has ended, or gpuguest may not inspect it
 		}
@@ -116,7 +121,11 @@ func findMemory(want [3]inode, pids ...int) (*memory, error) {
 		for _, name := range names {
 			for i, f := range files {
 				if *f == nil {
-					*f = openMemfd(fds, name, want[i], i)
+					if *f, err = openMemfd(fds, name, want[i], i); err != nil {
+						fds.Close()
+						m.close()
+						return nil, err
+					}
 				}
 			}
 		}
@@ -150,28 +159,36 @@ func openDescriptors(pid int) (*os.File, error) {
 // openMemfd opens a process's descriptor again, so that locks belong to this process. It
 // returns nil unless the descriptor is memfd i of the session, as it was created. First it
 // pins the file with O_PATH and does not open it, because an open can block, write, or wake
-// a device. Then it opens exactly the file that was checked.
-func openMemfd(fds *os.File, name string, want inode, i int) *os.File {
+// a device. Then it opens exactly the file that was checked. Only for lack of descriptors or
+// memory it returns an error.
+func openMemfd(fds *os.File, name string, want inode, i int) (*os.File, error) {
 	pin, err := unix.Openat(int(fds.Fd()), name, unix.O_PATH|unix.O_CLOEXEC, 0)
 	if err != nil {
-		return nil
+		return nil, onlyScarce(err)
 	}
 	defer unix.Close(pin)
 	if id, err := statInode(pin, i); err != nil || id != want {
-		return nil
+		return nil, nil
 	}
 	fd, err := shm.Reopen(pin)
 	if err != nil {
-		return nil
+		return nil, onlyScarce(err)
 	}
 	// Other files of the same file system have no seals, or different ones.
 	id, err := statInode(fd, i)
 	seals, serr := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
 	if err != nil || serr != nil || id != want || seals != sealsOf(i) {
 		_ = unix.Close(fd)
-		return nil
+		return nil, nil
 	}
-	return os.NewFile(uintptr(fd), memfdName(i))
+	return os.NewFile(uintptr(fd), memfdName(i)), nil
+}
+
+func onlyScarce(err error) error {
+	if scarce(err) {
+		return err
+	}
+	return nil
 }
 
 func sealsOf(i int) int {

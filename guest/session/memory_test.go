@@ -60,7 +60,10 @@ func TestNextManagerIsNotTrickedIntoAnotherFile(t *testing.T) {
 	}()
 	defer func() { close(stop); <-over }()
 	for found := 0; found < 3000; {
-		f := openMemfd(fds, strconv.Itoa(victim), ids[stateMemfd], stateMemfd)
+		f, err := openMemfd(fds, strconv.Itoa(victim), ids[stateMemfd], stateMemfd)
+		if err != nil {
+			t.Fatal(err)
+		}
 		if f == nil {
 			continue
 		}
@@ -112,7 +115,7 @@ func TestNextManagerOpensNothingButItsMemory(t *testing.T) {
 			t.Fatal(err)
 		}
 		// Not even if it were the file that the journal names.
-		if f := openMemfd(fds, strconv.Itoa(fd), inode{Dev: st.Dev, Ino: st.Ino}, stateMemfd); f != nil {
+		if f, err := openMemfd(fds, strconv.Itoa(fd), inode{Dev: st.Dev, Ino: st.Ino}, stateMemfd); f != nil || err != nil {
 			t.Errorf("%s was opened", name)
 		}
 	}
@@ -121,7 +124,7 @@ func TestNextManagerOpensNothingButItsMemory(t *testing.T) {
 		t.Fatal(err)
 	}
 	id.Size = ids[0].Size
-	if openMemfd(fds, strconv.Itoa(int(shrunk.Fd())), id, 0) != nil {
+	if f, err := openMemfd(fds, strconv.Itoa(int(shrunk.Fd())), id, 0); f != nil || err != nil {
 		t.Error("a memfd of another size was opened")
 	}
 	if _, err := findMemory([3]inode{}, os.Getpid()); err == nil {

@@ -36,6 +36,12 @@ type Process interface {
 // now.
 var ErrGone = errors.New("process has ended")
 
+// scarce reports whether an error is for lack of descriptors or memory. Then nothing is known of
+// what was looked at.
+func scarce(err error) bool {
+	return errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) || errors.Is(err, unix.ENOMEM)
+}
+
 // process watches a process through a pidfd.
 type process struct {
 	pid   int
@@ -52,7 +58,7 @@ var _ Process = (*process)(nil)
 // reap, if not nil, is called after the end and returns how the process ended.
 func openProcess(pid int, start uint64, reap func() string) (*process, error) {
 	fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
-	if errors.Is(err, unix.ESRCH) {
+	if errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOENT) { // the last two: a thread has the number
 		return nil, fmt.Errorf("pid %d: %w", pid, ErrGone)
 	}
 	if err != nil {
@@ -61,6 +67,10 @@ func openProcess(pid int, start uint64, reap func() string) (*process, error) {
 	f := os.NewFile(uintptr(fd), "pid "+strconv.Itoa(pid))
 	// Read the time after the pidfd is open: then both are of the same process.
 	started, err := startTime(pid)
+	if scarce(err) {
+		f.Close()
+		return nil, fmt.Errorf("look at pid %d: %w", pid, err)
+	}
 	if err != nil || (start != 0 && started != start) {
 		f.Close()
 		if reap != nil {

@@ -1,8 +1,12 @@
 package session
 
 import (
+	"context"
 	"encoding/json"
+	"errors"
 	"os"
+	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -59,4 +63,92 @@ func TestNextManagerTakesOverAnApplicationWhoseFirstThreadHasEnded(t *testing.T)
 	}
 	b.change(func(r *record) { r.PID, r.Start = pid, start })
 	b.isSuspended("memory")
+}
+
+// The number of an executor that has ended may be a thread's. No gpuguest would start as long as
+// that thread runs.
+func TestExecutorWhoseNumberAThreadHasIsGone(t *testing.T) {
+	names, err := os.ReadDir("/proc/self/task")
+	if err != nil {
+		t.Fatal(err)
+	}
+	threads := 0
+	for _, e := range names {
+		tid, err := strconv.Atoi(e.Name())
+		if err != nil || tid == os.Getpid() {
+			continue
+		}
+		threads++
+		if _, err := (&ExecLauncher{}).Adopt(tid, 7, filepath.Join(t.TempDir(), "log")); !errors.Is(err, ErrGone) {
+			t.Errorf("thread %d: %v", tid, err)
+		}
+	}
+	if threads == 0 {
+		t.Error("no threads")
+	}
+}
+
+// few leaves this process so many descriptors, until the end of f.
+func few(t *testing.T, left int, f func()) {
+	t.Helper()
+	var before unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &before); err != nil {
+		t.Fatal(err)
+	}
+	var fill []int
+	for most := 0; most < 1000; { // all numbers below that are taken
+		fd, err := unix.Open("/dev/null", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		fill, most = append(fill, fd), fd
+	}
+	slices.Reverse(fill)
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: uint64(fill[0] + 1), Max: before.Max}); err != nil {
+		t.Fatal(err)
+	}
+	for _, fd := range fill[:left] {
+		_ = unix.Close(fd)
+	}
+	f()
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &before); err != nil {
+		t.Error(err)
+	}
+	for _, fd := range fill[left:] {
+		_ = unix.Close(fd)
+	}
+}
+
+// Out of descriptors, nobody knows what has ended. A gpuguest that starts then must not take a
+// session that runs for one that is over.
+func TestTakeOverWithoutDescriptorsDropsNoSession(t *testing.T) {
+	b := newBench(t)
+	dir := b.m.sessionDir(b.id)
+	refused := 0
+	for left := range 12 {
+		b.m.Close()
+		few(t, left, func() {
+			m := &Manager{cfg: Config{Dir: b.dir, Launcher: b.l}, log: b.m.log, sessions: map[string]*session{}, budgets: b.m.budgets, losses: b.m.losses}
+			m.sharing = newSharing(m, b.m.sharing.cfg)
+			m.ctx, m.cancel = context.WithCancel(context.Background())
+			if err := m.adopt(dir, b.id); err != nil {
+				refused++
+			}
+			m.cancel()
+			for _, s := range m.list() {
+				if s.op != nil {
+					<-s.op.Done()
+				}
+				s.release()
+			}
+		})
+		if _, err := os.Stat(filepath.Join(dir, recordName)); err != nil {
+			t.Fatalf("with %d descriptors: %v", left, err)
+		}
+		b.m = newManager(t, b.dir, b.l)
+	}
+	if refused == 0 {
+		t.Error("it was never out of descriptors")
+	}
+	b.runsOn(1)
 }
