@@ -138,22 +138,22 @@ func (s *session) abandon(why string) {
 		s.app.close()
 	}
 	s.bury(func() {
-		for _, f := range []string{s.rec.SuspendedTo, opFile(s.rec.Op), s.partFile()} {
+		for _, f := range []string{s.rec.SuspendedTo, s.partFile()} {
 			if isFile(f) {
 				_ = s.removeState(f)
 			}
+		}
+		switch op := s.rec.Op; {
+		case op == nil || !isFile(op.File):
+		case op.Kind == kindSuspend:
+			_ = s.removeWritten(op.File)
+		default:
+			_ = s.removeState(op.File)
 		}
 		if err := s.m.removeDir(s.dir); err != nil {
 			s.log.Warn("remove session folder", "err", err)
 		}
 	})
-}
-
-func opFile(op *opRecord) string {
-	if op == nil {
-		return ""
-	}
-	return op.File
 }
 
 // partFile returns the file that a suspend was writing when gpuguest ended, or "".

@@ -1,6 +1,7 @@
 package session
 
 import (
+	"cmp"
 	"crypto/hmac"
 	"crypto/rand"
 	"crypto/sha256"
@@ -11,6 +12,7 @@ import (
 	"os"
 	"path/filepath"
 
+	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
 
@@ -113,6 +115,8 @@ type opRecord struct {
 	Other *executorRecord `json:"other,omitempty"` // the target before the commit, the source after it
 	Head  *uint64         `json:"head,omitempty"`  // head of the ring while frozen
 	File  string          `json:"file,omitempty"`  // file that is being written
+	// Written is that file, when it was made: another one may have its name.
+	Written *inode `json:"written,omitempty"`
 }
 
 func (r *record) device() *gpuctlv1.VirtualDevice {
@@ -162,7 +166,21 @@ func (r *record) write(dir string) error {
 // file is not synced: after a crash of the kernel there are no applications to continue.
 func replaceFile(dir, name string, b []byte) error { return beneath.Replace(dir, name, b, 0o600) }
 
-// syncRename makes a finished file durable and then renames it.
+func renameNew(from, to string) error {
+	err := unix.Renameat2(unix.AT_FDCWD, from, unix.AT_FDCWD, to, unix.RENAME_NOREPLACE)
+	if errors.Is(err, unix.EINVAL) { // the file system can't
+		if err = unix.Lstat(to, &unix.Stat_t{}); errors.Is(err, fs.ErrNotExist) {
+			return os.Rename(from, to)
+		}
+		err = cmp.Or(err, error(unix.EEXIST))
+	}
+	if err != nil {
+		return &os.LinkError{Op: "rename", Old: from, New: to, Err: err}
+	}
+	return nil
+}
+
+// syncRename makes a finished file durable and then renames it, to a name that nothing has.
 func syncRename(tmp, path string) error {
 	f, err := os.Open(tmp) //nolint:forbidigo // only to sync what has been written
 	if err != nil {
@@ -172,7 +190,7 @@ func syncRename(tmp, path string) error {
 	if err != nil {
 		return fmt.Errorf("sync %s: %w", tmp, err)
 	}
-	if err := os.Rename(tmp, path); err != nil {
+	if err := renameNew(tmp, path); err != nil {
 		return err
 	}
 	d, err := os.Open(filepath.Dir(path)) //nolint:forbidigo // the same

@@ -44,7 +44,7 @@ func (s *session) owned(f func() error) error {
 	return confine.AsOwner(o.UID, o.GID, f)
 }
 
-// createState creates the file and passes it to the executor.
+// createState creates the file, writes to the journal which it is, and passes it to the executor.
 func (s *session) createState(ctx context.Context, e *executor, path string) error {
 	var f *os.File
 	err := s.owned(func() (err error) {
@@ -58,6 +58,13 @@ func (s *session) createState(ctx context.Context, e *executor, path string) err
 		return err
 	}
 	defer f.Close()
+	var st unix.Stat_t
+	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
+		return err
+	}
+	if err := s.update(func(r *record) { r.Op.Written = &inode{Dev: st.Dev, Ino: st.Ino} }); err != nil {
+		return err
+	}
 	return e.give(ctx, path, f)
 }
 
@@ -92,6 +99,31 @@ func (s *session) openState(ctx context.Context, e *executor, path string) error
 // removeState deletes a file of the session, if the file exists.
 func (s *session) removeState(path string) error {
 	err := s.owned(func() error { return unix.Unlink(path) })
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("remove %s: %w", path, err)
+	}
+	return nil
+}
+
+// removeWritten deletes the file that the session's suspend has written. One that another session
+// or somebody else has given that name stays.
+func (s *session) removeWritten(path string) error {
+	s.mu.Lock()
+	var id *inode
+	if s.rec.Op != nil {
+		id = s.rec.Op.Written
+	}
+	s.mu.Unlock()
+	if id == nil {
+		return nil
+	}
+	err := s.owned(func() error {
+		var st unix.Stat_t
+		if err := unix.Lstat(path, &st); err != nil || st.Dev != id.Dev || st.Ino != id.Ino {
+			return err
+		}
+		return unix.Unlink(path)
+	})
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("remove %s: %w", path, err)
 	}

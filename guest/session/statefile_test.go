@@ -2,6 +2,7 @@ package session
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
@@ -73,4 +74,53 @@ func ownerOfFile(path string) (uint32, error) {
 	var st unix.Stat_t
 	err := unix.Lstat(path, &st)
 	return st.Uid, err
+}
+
+// Two sessions are suspended to one file at the same time. Who comes second must not replace the
+// state of the first, nor remove it.
+func TestSuspendLeavesTheFileOfAnotherSession(t *testing.T) {
+	for _, at := range []string{stepPrecopy, stepExport} {
+		for _, dies := range []bool{false, at == stepPrecopy} {
+			t.Run(fmt.Sprint(at, dies), func(t *testing.T) {
+				b := newBench(t)
+				first := b.id
+				_, second := b.connect("tok")
+				file := filepath.Join(t.TempDir(), "state")
+				other := func() {
+					if res, err := b.m.Suspend(context.Background(), &gpuctlv1.SuspendRequest{Session: first, File: file}, b.sink); err != nil || res.Error != "" {
+						t.Error(res, err)
+					}
+				}
+				var res *gpuctlv1.SwapResult
+				mine := func(at, fault string) {
+					done := false
+					var err error
+					res, err = b.m.Suspend(context.Background(), &gpuctlv1.SuspendRequest{Session: second, File: file, FailAt: fault}, func(p *gpuctlv1.Progress) {
+						if p.GetStep() == at && !done {
+							done = true
+							other()
+						}
+					})
+					if err != nil {
+						t.Error(err)
+					}
+				}
+				if !dies {
+					mine(at, "")
+					if res.Error == "" || res.Held {
+						t.Errorf("%v", res)
+					}
+				} else {
+					b.restart(func() { mine(at, "kill_self@"+stepPrecopy) })
+				}
+				if left, err := filepath.Glob(file + "*"); err != nil || len(left) != 1 {
+					t.Errorf("%v, %v", left, err)
+				}
+				got, err := b.m.Resume(context.Background(), &gpuctlv1.ResumeRequest{Session: first}, b.sink)
+				if err != nil || got.Error != "" {
+					t.Errorf("the first one is not resumed: %v, %v", got, err)
+				}
+			})
+		}
+	}
 }

@@ -306,6 +306,9 @@ func (s *session) dropWritten(ctx context.Context, e *executor, to, part string)
 			to = ""
 		}
 	}
+	if isFile(to) {
+		return errors.Join(s.removeWritten(to), s.dropSaved("", part))
+	}
 	return s.dropSaved(to, part)
 }
 
