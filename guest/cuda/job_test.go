@@ -2,10 +2,13 @@ package cuda
 
 import (
 	"fmt"
+	"log/slog"
 	"slices"
 	"strings"
 	"syscall"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/cuda/ask"
@@ -131,4 +134,38 @@ func TestStoreWithoutAMemberIsTakenBack(t *testing.T) {
 		t.Errorf("the first process: %v", err)
 	}
 	works()
+}
+
+// Without descriptors, nobody knows whether a program has ended. Its session must not stay for ever.
+func TestSessionEndsAlsoIfItsEndComesWithoutDescriptors(t *testing.T) {
+	log := &testkit.Log{}
+	r := newRig(t, func(c *Config) { c.Logger = slog.New(slog.NewTextHandler(log, nil)) })
+	p := r.start(nil)
+	id := r.adopt(p.pid)
+	s, err := r.m.lookup(id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var before unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &before); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 0, Max: before.Max}); err != nil {
+		t.Fatal(err)
+	}
+	watched := make(chan struct{})
+	go func() { s.watch(); close(watched) }()
+	testkit.Until(t, "it can't be looked at", func() error {
+		return testkit.Want(strings.Contains(log.String(), "too many open files"), log.String())
+	})
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &before); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	<-watched
+	if len(r.m.list()) != 0 {
+		t.Errorf("%v", r.m.list())
+	}
 }

@@ -7,10 +7,12 @@ import (
 	"maps"
 	"slices"
 	"sync"
+	"time"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/cuda/ask"
 	"github.com/gpuctl/gpuctl/guest/cuda/holders"
+	"github.com/gpuctl/gpuctl/internal/wait"
 )
 
 // session is a job whose processes use CUDA.
@@ -166,9 +168,13 @@ func gpusOf(c *machine, members []*member, had []gpu) []gpu {
 	return gs
 }
 
+// watchAgain is how long it takes until processes are looked at again that could not be.
+const watchAgain = time.Second
+
 // watch waits for the end of the session's processes, and then ends the session. New members
 // are found before each operation; they are children of those that are watched.
 func (s *session) watch() {
+	said := false
 	for {
 		s.mu.Lock()
 		all := [][2]uint64{{uint64(s.rec.PID), s.rec.Start}}
@@ -177,6 +183,7 @@ func (s *session) watch() {
 		}
 		s.mu.Unlock()
 		var alive *holders.Pinned
+		var unknown error // of one that can't be looked at, for lack of descriptors
 		for _, id := range all {
 			p, err := holders.Pin(int(id[0]), id[1])
 			if err == nil {
@@ -184,9 +191,18 @@ func (s *session) watch() {
 				break
 			}
 			if !errors.Is(err, holders.ErrGone) {
-				s.log.Warn("watch", "err", err)
+				unknown = err
+			}
+		}
+		if alive == nil && unknown != nil {
+			if !said {
+				s.log.Warn("it is not known whether the session has ended", "err", unknown)
+			}
+			said = true
+			if wait.For(s.m.ctx, watchAgain) != nil {
 				return
 			}
+			continue
 		}
 		if alive == nil {
 			break
