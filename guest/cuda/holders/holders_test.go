@@ -10,6 +10,8 @@ import (
 	"strings"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
@@ -231,5 +233,44 @@ func TestProcessWhoseFirstThreadHasEndedHasItsNodes(t *testing.T) {
 	defer p.Close()
 	if p.Ended() {
 		t.Error("it is said to have ended")
+	}
+}
+
+// Anybody can have very many mappings, and nobody's card must be kept from being taken away by that.
+func TestProcessWithManyMappingsKeepsNoLookFromBeingTaken(t *testing.T) {
+	dir, dev := t.TempDir(), t.TempDir()
+	for range 8 {
+		dir = filepath.Join(dir, strings.Repeat("d", 250))
+	}
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	size := os.Getpagesize()
+	mapped := func(path string, n int) {
+		t.Helper()
+		if err := os.WriteFile(path, make([]byte, size), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		f, err := os.Open(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer f.Close()
+		for range n {
+			b, err := unix.Mmap(int(f.Fd()), 0, size, unix.PROT_READ, unix.MAP_SHARED)
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { _ = unix.Munmap(b) })
+		}
+	}
+	mapped(filepath.Join(dir, "file"), 40000)
+	mapped(filepath.Join(dev, "nvidia0"), 1)
+	l, err := Roots{Dev: dev}.Take(true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if h := l.Holders[os.Getpid()]; h == nil || !slices.Equal(h.Mapped, []string{"nvidia0"}) {
+		t.Errorf("%+v", h)
 	}
 }

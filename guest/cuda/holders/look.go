@@ -1,6 +1,7 @@
 package holders
 
 import (
+	"bufio"
 	"errors"
 	"fmt"
 	"io"
@@ -19,7 +20,6 @@ import (
 // Limits of what is read of a process. It chooses some of it.
 const (
 	mostFile = 64 << 10 // bytes
-	mostMaps = 64 << 20
 	mostText = 256
 	mostFDs  = 1 << 20
 )
@@ -249,23 +249,37 @@ func isDevice(dir int, name string) bool {
 // mapped returns the names of the nodes that a process has mapped. A mapping keeps a device
 // open without a descriptor.
 func (r Roots) mapped(at string) ([]string, error) {
-	b, err := beneath.ReadFile(r.proc(), at+"/maps", mostMaps)
-	if err != nil {
-		return nil, err
-	}
 	var nodes []string
-	for line := range strings.Lines(string(b)) {
+	err := r.mappings(at, func(line string) bool {
 		i := strings.IndexByte(line, '/')
 		if i < 0 {
-			continue
+			return true
 		}
-		node, ok := r.node(strings.TrimSuffix(line[i:], "\n"), func() bool { return deviceMapping(line) })
+		node, ok := r.node(line[i:], func() bool { return deviceMapping(line) })
 		if ok && !slices.Contains(nodes, node) {
 			nodes = append(nodes, node)
 		}
-	}
+		return true
+	})
 	slices.Sort(nodes)
-	return nodes, nil
+	return nodes, err
+}
+
+// mappings calls f with each line of maps, as long as it returns true. A process can have very
+// many, with long names, and no more than one is kept.
+func (r Roots) mappings(at string, f func(line string) bool) error {
+	maps, err := beneath.OpenFile(r.proc(), at+"/maps", os.O_RDONLY, 0)
+	if err != nil {
+		return err
+	}
+	defer maps.Close()
+	sc := bufio.NewScanner(maps)
+	for sc.Scan() {
+		if !f(sc.Text()) {
+			return nil
+		}
+	}
+	return sc.Err()
 }
 
 // deviceMapping reports whether a line of maps is of a device: what NVIDIA's driver maps is
@@ -326,8 +340,12 @@ func (r Roots) Loads(pid int, library string) bool {
 	if err != nil {
 		return false
 	}
-	b, err := beneath.ReadFile(r.proc(), at+"/maps", mostMaps)
-	return err == nil && strings.Contains(string(b), "/"+library)
+	found := false
+	_ = r.mappings(at, func(line string) bool {
+		found = strings.Contains(line, "/"+library)
+		return !found
+	})
+	return found
 }
 
 // SameNamespace reports whether a process has pids of the same namespace as this one.
