@@ -274,3 +274,14 @@ func TestProcessWithManyMappingsKeepsNoLookFromBeingTaken(t *testing.T) {
 		t.Errorf("%+v", h)
 	}
 }
+
+// A process that can't be looked at may have a card. It must not be taken for one that has ended.
+func TestProcessThatCannotBeReadIsNotTakenForEnded(t *testing.T) {
+	proc := t.TempDir()
+	if err := os.MkdirAll(filepath.Join(proc, "7", "stat"), 0o700); err != nil { // no file, as if it could not be opened
+		t.Fatal(err)
+	}
+	if l, err := (Roots{Proc: proc}).Take(false); err == nil {
+		t.Errorf("%+v", l)
+	}
+}

@@ -103,7 +103,13 @@ func (r Roots) Take(maps bool) (*Look, error) {
 			continue
 		}
 		p, err := readStat(r.proc(), pid)
-		if err != nil || p.zombie {
+		switch {
+		case errors.Is(err, fs.ErrPermission):
+			l.Blind = append(l.Blind, pid)
+			continue
+		case err != nil && !gone(err): // for lack of descriptors: what is not seen would be taken for ended
+			return nil, fmt.Errorf("look at pid %d: %w", pid, err)
+		case err != nil || p.zombie:
 			continue // it has ended
 		}
 		l.Processes[pid] = p
