@@ -70,8 +70,6 @@ func (m *Manager) adopt(ctx context.Context, req *gpuctlv1.AdoptRequest, by *gpu
 	} else if j := c.look.JobOf(pid); j != nil {
 		jobs = append(jobs, j)
 	}
-	m.adopting.Lock() // two calls must not make two sessions of one process
-	defer m.adopting.Unlock()
 	found := false
 	for _, j := range jobs {
 		s, rs, err := m.adoptJob(ctx, c, j, req, by)
@@ -177,6 +175,13 @@ func (m *Manager) adoptJob(ctx context.Context, c *machine, j *holders.Job, req 
 	}
 	if req.GetLook() {
 		return s.snapshot(), nil, nil
+	}
+	m.adopting.Lock() // two calls must not make two sessions of one process
+	defer m.adopting.Unlock()
+	for _, h := range j.Holders { // another call may have been faster
+		if s := m.sessionOf(h.PID, h.Start); s != nil {
+			return s.snapshot(), nil, nil
+		}
 	}
 	if err := m.add(s, by); err != nil {
 		return nil, nil, err

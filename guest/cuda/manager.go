@@ -80,7 +80,8 @@ type Manager struct {
 	mu       sync.Mutex
 	sessions map[string]*session
 	offers   engine.Offers
-	seen     *ask.Answer // the last look
+	aside    map[string]bool // tokens of offers by which a job is being adopted
+	seen     *ask.Answer     // the last look
 	seenAt   time.Time
 }
 
@@ -113,7 +114,7 @@ func New(cfg Config) (*Manager, error) {
 	}
 	m := &Manager{
 		cfg: cfg, log: cfg.Logger, lock: lock, ask: &ask.Client{Helper: cfg.Helper},
-		sessions: map[string]*session{},
+		sessions: map[string]*session{}, aside: map[string]bool{},
 	}
 	m.self, _ = os.Readlink("/proc/self/exe")
 	if m.cfg.Roots.Except == nil {

@@ -2,8 +2,11 @@ package cuda
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
+	"strconv"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -44,7 +47,13 @@ func newAsked(t *testing.T) *asked {
 func (a *asked) look(during func() error) error {
 	a.t.Helper()
 	done := make(chan error, 1)
-	go func() { done <- a.m.findOffered(a.t.Context()) }()
+	go func() {
+		found, err := a.m.findOffered()
+		for _, o := range found {
+			err = errors.Join(err, a.m.adoptOffer(a.t.Context(), o))
+		}
+		done <- err
+	}()
 	_, err := os.ReadFile(a.first) // once a helper has opened it
 	if err == nil {
 		err = during()
@@ -88,6 +97,39 @@ func TestNoSessionBeginsByAnOfferThatWasReplaced(t *testing.T) {
 		t.Errorf("the session is of %v", s.snapshot())
 	}
 	p.works()
+}
+
+// A user can stop the helpers that ask for its processes. Nobody else may wait for them.
+func TestHelperOfOneJobThatIsStoppedKeepsNobodyWaiting(t *testing.T) {
+	r := newRig(t, func(c *Config) { c.Deadlines.State = time.Hour })
+	bad := r.start([]string{tokenName + "=bad"})
+	h := r.m.cfg.Helper
+	stopped := filepath.Join(r.dir, "stopped")
+	script := fmt.Sprintf(`in=$(cat); case "$in" in *'"pid":%d,'*) echo $$ >> %s; kill -STOP $$;; esac; printf %%s "$in" | "%s" helper "$1"`, bad.pid, stopped, h.Path)
+	r.m.ask.Helper = ask.Helper{Path: "/bin/sh", Args: []string{"-c", script, "sh"}, Env: h.Env}
+	t.Cleanup(func() { // before the manager waits for it
+		b, err := os.ReadFile(stopped)
+		if err != nil {
+			t.Error(err)
+		}
+		for _, line := range strings.Fields(string(b)) {
+			if pid, err := strconv.Atoi(line); err == nil {
+				_ = syscall.Kill(pid, syscall.SIGKILL)
+			}
+		}
+	})
+	for token, claim := range map[string]string{"bad": "c-1", "good": "c-2"} {
+		if err := r.m.Offer(t.Context(), &gpuctlv1.OfferRequest{Token: token, Claim: claim, Target: targetTo(cardA)}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	testkit.Until(t, "the helper is stopped", func() error { _, err := os.Stat(stopped); return err })
+	p, q := r.start([]string{tokenName + "=good"}), r.start(nil)
+	testkit.Until(t, "another offered process is a session", func() error { return testkit.Want(len(r.m.list()) == 1, r.m.list()) })
+	if s := r.m.list()[0].snapshot(); s.GetClaim() != "c-2" || int(s.GetPid()) != p.pid {
+		t.Errorf("%v", s)
+	}
+	r.adopt(q.pid)
 }
 
 // A job may begin with processes that only look at GPUs, one of which has the token. The session

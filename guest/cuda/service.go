@@ -155,22 +155,30 @@ func (m *Manager) adoptOffered() {
 			continue
 		}
 		began := time.Now()
-		err := m.findOffered(m.ctx)
+		found, err := m.findOffered()
 		pause = max(lookEvery, lookRest*time.Since(began))
 		if err != nil {
 			m.log.Debug("look for offered processes", "err", err)
 		}
+		for _, o := range found {
+			m.adoptAside(o)
+		}
 	}
 }
 
-// findOffered adopts jobs of which a process has an offer's token. The environment that a
-// process was started with does not change.
-func (m *Manager) findOffered(ctx context.Context) error {
+// offered is a process with an offer's token.
+type offered struct {
+	pid int
+	by  *gpuctlv1.OfferRequest
+}
+
+// findOffered returns a process of each job of which one has an offer's token. The environment
+// that a process was started with does not change.
+func (m *Manager) findOffered() (found []offered, err error) {
 	l, err := m.cfg.Roots.Take(false)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	var errs []error // one job's, as its user can end its helpers, must not be others'
 	for _, j := range l.Jobs() {
 		for _, h := range j.Holders {
 			if m.sessionOf(h.PID, h.Start) != nil {
@@ -179,21 +187,41 @@ func (m *Manager) findOffered(ctx context.Context) error {
 			m.mu.Lock()
 			o := m.offers[m.cfg.Roots.Variable(h.PID, tokenName)]
 			m.mu.Unlock()
-			if o == nil {
-				continue
-			}
-			resp, err := m.adopt(ctx, &gpuctlv1.AdoptRequest{Pid: uint32(h.PID)}, o)
-			if err != nil {
-				errs = append(errs, err)
+			if o != nil {
+				found = append(found, offered{h.PID, o})
 				break
 			}
-			for _, r := range resp.GetRefused() {
-				m.log.Debug("an offered process is no session yet", "pid", r.GetPid(), "reasons", r.GetReasons())
-			}
-			break
 		}
 	}
-	return errors.Join(errs...)
+	return found, nil
+}
+
+// adoptAside adopts an offered process while others are looked for. Its user can end or stop the
+// helpers that ask for it, and nobody else may wait for that. Of one offer, one job at a time.
+func (m *Manager) adoptAside(o offered) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	token := o.by.GetToken()
+	if m.aside[token] {
+		return
+	}
+	m.aside[token] = true
+	m.wg.Go(func() {
+		if err := m.adoptOffer(m.ctx, o); err != nil {
+			m.log.Debug("adopt an offered process", "pid", o.pid, "err", err)
+		}
+		m.mu.Lock()
+		delete(m.aside, token)
+		m.mu.Unlock()
+	})
+}
+
+func (m *Manager) adoptOffer(ctx context.Context, o offered) error {
+	resp, err := m.adopt(ctx, &gpuctlv1.AdoptRequest{Pid: uint32(o.pid)}, o.by)
+	for _, r := range resp.GetRefused() {
+		m.log.Debug("an offered process is no session yet", "pid", r.GetPid(), "reasons", r.GetReasons())
+	}
+	return err
 }
 
 // Folders implements service.Folders.
