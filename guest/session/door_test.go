@@ -3,10 +3,13 @@ package session
 import (
 	"errors"
 	"net"
+	"os"
 	"path/filepath"
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // fakeConn is a connection that records only that it was closed.
@@ -116,4 +119,29 @@ func TestSilentConnectionsDoNotDelayHonestProgram(t *testing.T) {
 	if status, text := b.connectTo(l.Addr().String(), "tok"); status != 0 {
 		t.Errorf("greeting: %d %s", status, text)
 	}
+}
+
+// An application has nothing to say after its greeting. If it talks without end, reading that must
+// not take a processor of gpuguest, whose time is no user's.
+func TestApplicationThatTalksWithoutEndIsReadAtAPace(t *testing.T) {
+	b := newBench(t)
+	if err := b.conn.SetWriteDeadline(time.Now().Add(time.Second)); err != nil {
+		t.Fatal(err)
+	}
+	said := 0
+	for {
+		n, err := b.conn.Write(make([]byte, 64<<10))
+		said += n
+		if errors.Is(err, os.ErrDeadlineExceeded) {
+			break
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	if said > 4<<20 {
+		t.Errorf("%d bytes were read in a second", said)
+	}
+	b.conn.Close()
+	testkit.Until(t, "its session has ended", func() error { return testkit.Want(len(b.m.list()) == 0, b.m.list()) })
 }

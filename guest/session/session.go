@@ -269,6 +269,12 @@ func (s *session) lost(why string) {
 	s.set(gpuctlv1.SessionState_SESSION_STATE_LOST, why)
 }
 
+// How much an application may say after its greeting at once, and how often.
+const (
+	saidSize  = 64 << 10
+	saidPause = 100 * time.Millisecond
+)
+
 // watchApp ends the session when the application has ended. It watches the connection, if
 // there is one, and also the pid, because a child process may have the socket open, too.
 func (s *session) watchApp() {
@@ -283,10 +289,15 @@ func (s *session) watchApp() {
 	}
 	if s.conn != nil {
 		go func() {
-			var b [64]byte
+			b := make([]byte, saidSize)
 			for {
-				if _, err := s.conn.Read(b[:]); err != nil {
+				if _, err := s.conn.Read(b); err != nil {
 					break
+				}
+				// It has nothing to say. What it says all the same costs it more than gpuguest.
+				select {
+				case <-s.gone:
+				case <-time.After(saidPause):
 				}
 			}
 			select {
