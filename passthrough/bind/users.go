@@ -351,8 +351,7 @@ func (b *Binder) processes(ctx context.Context, functions []pci.Address, files m
 		if err := ctx.Err(); err != nil {
 			return nil, fmt.Errorf("not all of them within %v: %w", b.patience, err)
 		}
-		dir := path.Join("proc", e.Name(), "fd")
-		fds, err := b.list(dir)
+		dir, fds, err := b.opened(path.Join("proc", e.Name()))
 		if err != nil {
 			return nil, fmt.Errorf("process %d: %w", pid, err)
 		}
@@ -376,6 +375,26 @@ func (b *Binder) processes(ctx context.Context, functions []pci.Address, files m
 		}
 	}
 	return out, nil
+}
+
+// opened returns the folder with what a process has open. When its first thread has ended, and
+// others go on, that one has nothing any more.
+func (b *Binder) opened(process string) (dir string, fds []fs.DirEntry, err error) {
+	dir = path.Join(process, "fd")
+	if fds, err = b.list(dir); err != nil || len(fds) > 0 {
+		return dir, fds, err
+	}
+	threads, err := b.list(path.Join(process, "task"))
+	if err != nil {
+		return dir, nil, err
+	}
+	for _, t := range threads {
+		dir = path.Join(process, "task", t.Name(), "fd")
+		if fds, err = b.list(dir); err != nil || len(fds) > 0 {
+			break
+		}
+	}
+	return dir, fds, err
 }
 
 // owners returns the functions to which an open file belongs.

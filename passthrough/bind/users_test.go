@@ -37,6 +37,18 @@ func TestUsersSeesAllOrFails(t *testing.T) {
 	}
 }
 
+// A driver that is told to let go of a card that a thread has open may wait for ever.
+func TestUsersSeesAProcessWhoseFirstThreadHasEnded(t *testing.T) {
+	r := newRig(t)
+	r.machine.Run(7, "half")
+	r.machine.File("proc/7/task/7/stat", "")
+	r.machine.Link("proc/7/task/9/fd/3", "/sys/bus/pci/devices/"+gpuCard[0].String()+"/resource0")
+	users, err := r.Users(t.Context(), gpuCard)
+	if err != nil || len(users) != 1 || users[0].PID != 7 {
+		t.Errorf("%v, %v", users, err)
+	}
+}
+
 type denied struct {
 	sysfs.Root
 	name string
