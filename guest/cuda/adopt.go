@@ -39,11 +39,14 @@ func (m *Manager) adopt(ctx context.Context, req *gpuctlv1.AdoptRequest, by *gpu
 			return resp, nil
 		}
 		p, err := holders.Pin(pid, 0)
-		if err != nil {
+		switch {
+		case errors.Is(err, holders.ErrGone):
 			var rs reasons
 			rs.add(ReasonGone, "there is no process %d", pid)
 			refuse(pid, "", rs)
 			return resp, nil
+		case err != nil:
+			return nil, err
 		}
 		p.Close()
 		if s := m.sessionOf(pid, p.Start); s != nil { // one that is suspended has no GPU open
