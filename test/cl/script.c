@@ -307,7 +307,9 @@ static void run(struct line *l) {
         mem[a[0]] = (struct mem){.ctx = p->ctx, .image = 4, .view = true, .flags = p->flags, .size = a[2] * 4, .r = {a[2], 1, 1}};
         mem[a[0]].m = clCreateImage(ctx[p->ctx], 0, &f, &d, NULL, &e);
     } else if (IS("fill")) { /* fill Q B off size pattern bytes */
-        uint64_t p[2] = {a[4] * 0x9e3779b97f4a7c15ull, a[4]};
+        uint64_t p[16];
+        for (size_t i = 0; i < 16; i++)
+            p[i] = i ? a[4] + i - 1 : a[4] * 0x9e3779b97f4a7c15ull;
         e = clEnqueueFillBuffer(q, mem[a[1]].m, p, a[5], a[2], a[3], n, wl, ev);
     } else if (IS("copy")) /* copy Q S D so do n */
         e = clEnqueueCopyBuffer(q, mem[a[1]].m, mem[a[2]].m, a[3], a[4], a[5], n, wl, ev);
@@ -344,6 +346,16 @@ static void run(struct line *l) {
             e = clEnqueueUnmapMemObject(q, mem[map[a[4]].mem].m, map[a[4]].p, 1, &here, ev);
             clReleaseEvent(here);
         }
+    } else if (IS("into") || IS("from")) { /* into/from Q B off M moff rows row pitch block: between a buffer and a part of a mapped region */
+        size_t o[3] = {0}, b[3] = {a[2], 0, 0}, r[3] = {a[6], a[5], 1};
+        char *p = (char *)map[a[3]].p + a[4];
+        cl_mem m = mem[a[1]].m;
+        if (a[5] == 1)
+            e = IS("into") ? clEnqueueReadBuffer(q, m, (cl_bool)a[8], a[2], a[6], p, n, wl, ev)
+                           : clEnqueueWriteBuffer(q, m, (cl_bool)a[8], a[2], a[6], p, n, wl, ev);
+        else
+            e = IS("into") ? clEnqueueReadBufferRect(q, m, (cl_bool)a[8], b, o, r, a[6], 0, a[7], 0, p, n, wl, ev)
+                           : clEnqueueWriteBufferRect(q, m, (cl_bool)a[8], b, o, r, a[6], 0, a[7], 0, p, n, wl, ev);
     } else if (IS("wrr") || IS("rdr")) { /* wrr/rdr Q B origin3 region3 pitches2 block seed/R; the host's side is packed */
         size_t o[3] = {a[2], a[3], a[4]}, h[3] = {0}, r[3] = {a[5], a[6], a[7]}, size = r[0] * r[1] * r[2];
         void *p = memory(size);
@@ -388,6 +400,9 @@ static void run(struct line *l) {
         size_t o[3] = {a[4], a[5], a[6]}, r[3] = {a[7], a[8], a[9]};
         *m = (struct map){.size = r[0] * 4, .rows = r[1], .slices = r[2], .mem = (int)a[1], .image = true};
         m->p = clEnqueueMapImage(q, mem[a[1]].m, (cl_bool)a[10], a[3], o, r, &m->row, &m->slice, n, wl, ev, &e);
+    } else if (IS("mw") && a[4]) { /* mw M seed 0 off n: n bytes of a buffer's region */
+        for (size_t i = a[3]; i < a[3] + a[4]; i++)
+            ((cl_uchar *)map[a[0]].p)[i] = (cl_uchar)(((cl_uchar *)map[a[0]].p)[i] * 3u + a[1]);
     } else if (IS("mw")) { /* mw M seed invalidated: through the pointer */
         EACH_ROW(&map[a[0]], row)
             for (size_t i = 0; i < map[a[0]].size / 4; i++)

@@ -42,6 +42,9 @@ func (g *generator) actions() map[string]func(*rapid.T) {
 		"bring":     g.bring,
 		"pass2":     g.pass,
 		"bring2":    g.bring,
+		"into":      g.into,
+		"into2":     g.into,
+		"from":      g.from,
 		"imagerw":   g.imageTransfer,
 		"imagecopy": g.imageCopy,
 		"map":       g.mapMemory,
@@ -282,8 +285,8 @@ func (g *generator) launch(th int, extra []*event) {
 func (g *generator) fill(th int) {
 	if o, ok := g.object(th, -1, true, isBuffer); ok {
 		if q, ok := g.queue(th, o.ctx, nil); ok {
-			p := []int{1, 2, 4, 8, 16}[g.n(5)]
-			off, size := g.span(o.size, 16)
+			p := 1 << g.n(8)
+			off, size := g.span(o.size, p)
 			g.command(th, q, false, nil, []*root{o.root}, "fill %d %d %d %d %d %d", q.id, o.id, off, size, g.n(1000), p)
 		}
 	}
@@ -391,6 +394,80 @@ func (g *generator) bring(th int) {
 	if g.command(th, q, false, []*root{from.root}, []*root{m.o.root}, "bring %d %d %d %d %d", q.id, from.id, g.n(from.size-size+1), size, m.id) {
 		g.unmapped(m)
 	}
+}
+
+// region draws rows within a mapped region and a buffer: where they begin in either, how many there
+// are, how long each is, and how far they are apart in the region.
+func (g *generator) region(m *mapping, o *object) (moff, off, rows, row, pitch int) {
+	rows = g.between(1, 3)
+	if rows > min(m.size, o.size) {
+		rows = 1
+	}
+	row = g.between(1, min(m.size, o.size)/rows)
+	pitch = g.between(row, m.size/rows)
+	if g.n(2) == 0 {
+		return 0, 0, rows, row, pitch
+	}
+	return g.n(m.size - rows*pitch + 1), g.n(o.size - rows*row + 1), rows, row, pitch
+}
+
+// into reads to a part of a mapped region, which stays mapped.
+func (g *generator) into(th int) {
+	m, ok := pick(g, g.maps, func(m *mapping) bool { return m.o.root.owner == th && m.write && m.size > 0 && !m.fresh })
+	if !ok {
+		return
+	}
+	o, ok := g.object(th, m.o.ctx, false, func(o *object) bool { return isBuffer(o) && o.flags&(hostWriteOnly|hostNone) == 0 })
+	if !ok {
+		return
+	}
+	q, ok := g.queue(th, m.o.ctx, nil)
+	if !ok {
+		return
+	}
+	moff, off, rows, row, pitch := g.region(m, o)
+	g.moved(th, m, q, []*root{o.root}, []*root{m.o.root}, "into %d %d %d %d %d %d %d %d", q.id, o.id, off, m.id, moff, rows, row, pitch)
+}
+
+// from writes a part of a mapped region to a buffer.
+func (g *generator) from(th int) {
+	m, ok := pick(g, g.maps, func(m *mapping) bool { return m.o.root.owner == th && m.size > 0 && !m.fresh })
+	if !ok || !g.ready(th, m) {
+		return
+	}
+	o, ok := g.object(th, m.o.ctx, true, func(o *object) bool { return isBuffer(o) && o.flags&(hostReadOnly|hostNone) == 0 })
+	if !ok {
+		return
+	}
+	q, ok := g.queue(th, m.o.ctx, nil)
+	if !ok {
+		return
+	}
+	moff, off, rows, row, pitch := g.region(m, o)
+	g.moved(th, m, q, []*root{m.o.root}, []*root{o.root}, "from %d %d %d %d %d %d %d %d", q.id, o.id, off, m.id, moff, rows, row, pitch)
+}
+
+// moved adds a transfer between a buffer and a mapped region, which the application then uses when
+// that has ended.
+func (g *generator) moved(th int, m *mapping, q *queue, reads, writes []*root, format string, args ...any) {
+	block := g.n(2)
+	var extra []*event
+	if !m.ready && m.event != nil && !m.event.gone && g.visible(m.event, th) {
+		extra = []*event{m.event}
+	} else if !g.ready(th, m) {
+		return
+	}
+	e, ok := g.enqueue(th, q, block == 1, extra, reads, writes, format+" %d", append(args, block)...)
+	if !ok || block == 1 {
+		m.ready = m.ready || ok
+		return
+	}
+	if e == nil {
+		r := ref{queue: q}
+		g.mark(th, &r)
+		e = r.event
+	}
+	m.ready, m.event = false, e
 }
 
 func (g *generator) rect(th int) {
@@ -511,6 +588,11 @@ func (g *generator) mapped(th int) {
 			inv = 1
 		}
 		m.fresh = false
+		if inv == 0 && m.size > 0 && g.n(2) == 0 {
+			off, n := g.span(m.size, 1)
+			g.line(th, "mw %d %d 0 %d %d", m.id, g.n(1000), off, n)
+			return
+		}
 		g.line(th, "mw %d %d %d", m.id, g.n(1000), inv)
 	default:
 		g.line(th, "mr %d %d", m.id, g.result())
@@ -525,7 +607,13 @@ func (g *generator) unmapAny(th int) {
 
 func (g *generator) unmap(th int, m *mapping) bool {
 	q, ok := g.queue(th, m.o.ctx, nil)
-	if !ok || !g.ready(th, m) {
+	if !ok {
+		return false
+	}
+	var extra []*event
+	if !m.ready && !m.fresh && !m.event.gone && g.visible(m.event, th) && g.n(2) == 0 {
+		extra = []*event{m.event}
+	} else if !g.ready(th, m) {
 		return false
 	}
 	if m.fresh {
@@ -539,7 +627,7 @@ func (g *generator) unmap(th int, m *mapping) bool {
 	} else {
 		reads = []*root{r}
 	}
-	if !g.command(th, q, false, reads, writes, "unmap %d %d", q.id, m.id) {
+	if _, ok := g.enqueue(th, q, false, extra, reads, writes, "unmap %d %d", q.id, m.id); !ok {
 		return false
 	}
 	g.unmapped(m)

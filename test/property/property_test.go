@@ -462,8 +462,8 @@ func (r *runner) check(ctx context.Context, script string) error {
 	}
 	if os.Getenv("GPUCTL_PROPERTY_NATIVE") != "" {
 		switch native, err := r.natively(ctx, script); {
-		case err != nil:
-			return fmt.Errorf("%w: natively: %w\n%s", errVendor, err, native)
+		case err != nil || unexpected(native) != nil:
+			return fmt.Errorf("%w: natively: %w\n%s", errVendor, errors.Join(err, unexpected(native)), native)
 		case contents(native) != contents(want):
 			return fmt.Errorf("natively (-) and undisturbed (+) differ:\n%s", differ(contents(native), contents(want)))
 		}
@@ -519,23 +519,37 @@ func TestSwapsDoNotShowBehindCarriers(t *testing.T) {
 	swapsDoNotShow(t, 15*time.Second)
 }
 
-// TestMappedRegionsBehindCarriers has a program that unmaps regions to which reads still bring
-// data, and one that is swapped while a map and its unmap wait for it.
-func TestMappedRegionsBehindCarriers(t *testing.T) {
+// TestMappedRegionsThatCommandsUse has programs with commands that read to mapped regions, or
+// write from them, before the application can see that the regions are mapped, and after it has
+// asked to unmap them.
+func TestMappedRegionsThatCommandsUse(t *testing.T) {
+	t.Setenv("GPUCTL_PROPERTY_NATIVE", "1")
+	commandsUseMappedRegions(t)
+}
+
+// TestMappedRegionsThatCommandsUseBehindCarriers has them on GPUs here and of another host.
+func TestMappedRegionsThatCommandsUseBehindCarriers(t *testing.T) {
 	behindCarriers(t, "tcp")
+	commandsUseMappedRegions(t)
+}
+
+func commandsUseMappedRegions(t *testing.T) {
+	t.Helper()
+	files, err := filepath.Glob("testdata/*mapped*.script")
+	if err != nil {
+		t.Fatal(err)
+	}
 	r := start(t)
-	for _, name := range []string{"brought-to-mapped", "unmap-parked"} {
-		t.Run(name, func(t *testing.T) {
-			b, err := os.ReadFile("testdata/" + name + ".script")
-			if err != nil {
-				t.Fatal(err)
+	for _, f := range files {
+		b, err := os.ReadFile(f)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for range 3 {
+			if err := r.check(t.Context(), string(b)); err != nil {
+				t.Errorf("%s: %v", f, err)
 			}
-			for range 4 {
-				if err := r.check(t.Context(), string(b)); err != nil {
-					t.Error(err)
-				}
-			}
-		})
+		}
 	}
 }
 
