@@ -325,6 +325,7 @@ bool gx_content_apart(uint64_t size); /* whether an object's first content of th
 cl_int gx_content(cl_mem m, const void *host, size_t row, size_t slice);
 cl_int gx_stage_wait(uint64_t len, uint64_t *off); /* not only in the window; waits for transfers in progress */
 bool gx_pend_reads(const struct layout *l, bool copied); /* a transfer or a map in progress reads into this memory; copied: and its data is still to be copied there */
+bool gx_pend_brings(const struct layout *l); /* a transfer in progress, other than a map, reads into this memory */
 static inline bool gx_layouts_meet(const struct layout *a, const struct layout *b)
 {
 	const uint8_t *a1 = a->host + (a->depth - 1) * a->slice + (a->height - 1) * a->row + a->width;
@@ -349,6 +350,7 @@ uint64_t gx_lanes_at(void); /* arena offset of the lanes' memory */
 uint64_t gx_lanes_end(void);
 cl_int gx_move_add(const struct layout *l, bool write, bool reap, bool blocking, uint32_t *word);
 bool gx_move_reads(const struct layout *l); /* a transfer in progress reads into this memory */
+bool gx_move_uses(const struct layout *l); /* or sends it */
 void gx_move_drop(uint32_t word);
 cl_int gx_move_wait(uint32_t op, uint32_t slot, uint32_t word);
 

@@ -300,17 +300,20 @@ cl_int gx_move_add(const struct layout *l, bool write, bool reap, bool blocking,
 	return CL_SUCCESS;
 }
 
-bool gx_move_reads(const struct layout *l)
+static bool uses(const struct layout *l, bool writes)
 {
 	bool found = false;
 	if (!atomic_load(&nmoves))
 		return false;
 	gx_lock_take(&lock);
 	for (struct move *m = moves; m && !found; m = m->next)
-		found = !m->write && atomic_load(gx_word(GX_PEND_OFF + 4 * m->word)) == GX_PEND_BUSY && gx_layouts_meet(&m->l, l);
+		found = (writes || !m->write) && atomic_load(gx_word(GX_PEND_OFF + 4 * m->word)) == GX_PEND_BUSY && gx_layouts_meet(&m->l, l);
 	gx_lock_drop(&lock);
 	return found;
 }
+
+bool gx_move_reads(const struct layout *l) { return uses(l, false); }
+bool gx_move_uses(const struct layout *l) { return uses(l, true); }
 
 /* gx_move_drop removes a transfer whose call has ended, or whose request was never sent. */
 void gx_move_drop(uint32_t word)

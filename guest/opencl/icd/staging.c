@@ -308,6 +308,18 @@ bool gx_pend_reads(const struct layout *l, bool copied)
 	return found;
 }
 
+bool gx_pend_brings(const struct layout *l)
+{
+	bool found = false;
+	if (!atomic_load(&S.npending))
+		return false;
+	gx_lock_take(&pend_lock);
+	for (struct pend *p = first; p && !found; p = p->next)
+		found = p->word && p->read && gx_layouts_meet(&p->to, l);
+	gx_lock_drop(&pend_lock);
+	return found;
+}
+
 void gx_pend_cancel(uint32_t word)
 {
 	uint64_t off = 0, len = 0;

@@ -501,8 +501,10 @@ CL_API_ENTRY cl_int CL_API_CALL clEnqueueUnmapMemObject(cl_command_queue q, cl_m
 		return gx_cmd_end(&c, CL_INVALID_VALUE, NULL, false);
 	cl_int err = gx_cmd_event(&c, CL_COMMAND_UNMAP_MEM_OBJECT, event);
 	if (!err) {
-		/* before its content is there, the application writes nothing to it */
-		bool seen = !p->host || !gx_pend_forget(m, p->id);
+		/* Before its content is there, the application writes nothing to it, and does not miss it. But commands that
+		 * it has enqueued since may bring data to it, or send what is there. */
+		struct layout l = gx_map_layout(p);
+		bool seen = !p->host || gx_pend_brings(&l) || gx_move_uses(&l) || !gx_pend_forget(m, p->id);
 		err = unmap(&c, m, p, seen && (p->flags & (CL_MAP_WRITE | CL_MAP_WRITE_INVALIDATE_REGION)));
 	}
 	free(p);
