@@ -850,6 +850,7 @@ func (x *ReceiveResponse) GetBytes() uint64 {
 
 type ActivateRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
+	NamesShown    bool                   `protobuf:"varint,1,opt,name=names_shown,json=namesShown,proto3" json:"names_shown,omitempty"` // of a far executor: the carrier knows KindShown
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -882,6 +883,13 @@ func (x *ActivateRequest) ProtoReflect() protoreflect.Message {
 // Deprecated: Use ActivateRequest.ProtoReflect.Descriptor instead.
 func (*ActivateRequest) Descriptor() ([]byte, []int) {
 	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *ActivateRequest) GetNamesShown() bool {
+	if x != nil {
+		return x.NamesShown
+	}
+	return false
 }
 
 type ActivateResponse struct {
@@ -1143,8 +1151,10 @@ const file_gpuctl_v1_executor_proto_rawDesc = "" +
 	"\x06memory\x18\x02 \x01(\bR\x06memory\"\r\n" +
 	"\vSendRequest\"'\n" +
 	"\x0fReceiveResponse\x12\x14\n" +
-	"\x05bytes\x18\x01 \x01(\x04R\x05bytes\"\x11\n" +
-	"\x0fActivateRequest\"\x12\n" +
+	"\x05bytes\x18\x01 \x01(\x04R\x05bytes\"2\n" +
+	"\x0fActivateRequest\x12\x1f\n" +
+	"\vnames_shown\x18\x01 \x01(\bR\n" +
+	"namesShown\"\x12\n" +
 	"\x10ActivateResponse\"\x0f\n" +
 	"\rRetireRequest\"\x10\n" +
 	"\x0eRetireResponse\")\n" +

@@ -148,14 +148,18 @@ func (c *carrier) command(f link.Frame) error {
 		c.mappings[mapKey{m.Mem, m.ID}] = m
 		c.await(m)
 		return nil
-	case remote.KindUnmapped:
-		var mem, id uint64
-		if err := remote.ParseWords(f.Head, &mem, &id); err != nil {
+	case remote.KindShown, remote.KindUnmapped:
+		var name uint64
+		if err := remote.ParseWords(f.Head, &name); err != nil {
 			return err
 		}
 		c.mu.Lock()
 		defer c.mu.Unlock()
-		k := mapKey{uint32(mem), uint32(id)}
+		k := mapKey{uint32(name), uint32(name >> 32)}
+		if f.Kind == remote.KindShown {
+			c.showsNext(k)
+			return nil
+		}
 		delete(c.mappings, k)
 		c.forget(k)
 		return nil

@@ -100,6 +100,7 @@ type carrier struct {
 	awaited  int                       // in awaits
 	sums     int                       // in shown
 	current  *shown                    // the one that is being shown
+	named    bool                      // the far executor names what it shows, so awaits is not needed
 	reads    map[uint32][2]uint64      // staged reads under way: range by completion word
 	synced   map[*link.Stream]uint64
 	syncs    uint64

@@ -312,7 +312,7 @@ func (c *carrier) activate(ctx context.Context) error {
 			return connect.NewError(connect.CodeAborted, err)
 		}
 	}
-	if _, err := unary(ctx, connect.NewRequest(&gpuctlv1.ActivateRequest{}), c.far.Activate); err != nil {
+	if _, err := unary(ctx, connect.NewRequest(&gpuctlv1.ActivateRequest{NamesShown: true}), c.far.Activate); err != nil {
 		// If only the answer was lost, the far executor serves the session, and nobody else may.
 		d, derr := unary(ctx, connect.NewRequest(&gpuctlv1.DescribeRequest{}), c.far.Describe)
 		if derr != nil || !d.Msg.Active {

@@ -21,12 +21,13 @@ const (
 
 // shown is what the far executor has shown of a region that is mapped.
 type shown struct {
-	block remote.Block
-	got   uint64 // bytes that were shown
-	at    uint64 // arena offset of what comes next
-	exact bool   // sums are those of all that was shown; it is mapped for writing
-	gone  bool   // it is unmapped
-	sums  []uint64
+	block  remote.Block
+	got    uint64 // bytes that were shown
+	at     uint64 // arena offset of what comes next
+	exact  bool   // sums are those of all that was shown, or unknown
+	gone   bool   // it is unmapped
+	writes bool   // it is mapped for writing
+	sums   []uint64
 }
 
 // hidden reports whether the application has not seen the region yet.
@@ -39,10 +40,66 @@ func (c *carrier) await(m remote.Mapping) {
 	if !m.Comes || len(c.shown) >= mostShown || c.awaited >= mostShown {
 		return
 	}
-	s := &shown{block: m.Block, at: m.Block.At, exact: m.Writes && m.Block.Tight() && m.Block.Size() >= leastSums}
+	s := &shown{block: m.Block, writes: m.Writes}
+	s.begin()
 	c.shown[k] = s
-	c.awaited++
-	c.awaits[s.at] = append(c.awaits[s.at], s)
+	if !c.named {
+		c.awaited++
+		c.awaits[s.at] = append(c.awaits[s.at], s)
+	}
+}
+
+// begin is called when nothing of the region was shown yet.
+func (s *shown) begin() {
+	s.got, s.at, s.sums = 0, s.block.At, nil
+	s.exact = s.writes && s.block.Tight() && s.block.Size() >= leastSums
+}
+
+// showsNext records which mapping the next blocks show. Without that, what a read brings to a
+// mapped region looks like the content of a mapping that begins at the same place, and is still to
+// be shown. The caller holds c.mu.
+func (c *carrier) showsNext(k mapKey) {
+	c.named, c.awaited = true, 0
+	clear(c.awaits)
+	if c.current = c.shown[k]; c.current != nil {
+		c.sums -= len(c.current.sums)
+		c.current.begin()
+	}
+}
+
+// unknown is the sum of a page of which nobody knows what the far executor has there.
+const unknown = 0
+
+// differs records that the far executor has got other bytes of a mapped region than it has shown,
+// or has shown others by a read: a page may be what it was when it was shown, and yet be another
+// one there. The caller holds c.mu.
+func (c *carrier) differs(x span, but *shown) {
+	for _, s := range c.shown {
+		at := s.block.At
+		if s == but || len(s.sums) == 0 || !x.meets(span{at, s.block.Size()}) {
+			continue
+		}
+		end := min(x.off+x.size-at, s.block.Size())
+		for i := (max(x.off, at) - at) / sumPage; i*sumPage < end && i < uint64(len(s.sums)); i++ {
+			s.sums[i] = unknown
+		}
+	}
+}
+
+// isHidden reports whether the application has not been shown a range yet, so that what the far
+// executor has there is newer: it is in mapped regions that are still to be shown, and in no
+// other. The caller holds c.mu.
+func (c *carrier) isHidden(x span) (hidden bool) {
+	for k, m := range c.mappings {
+		if !x.meets(span{m.Block.At, m.Block.End() - m.Block.At}) {
+			continue
+		}
+		if s := c.shown[k]; s == nil || !s.hidden() {
+			return false
+		}
+		hidden = true
+	}
+	return hidden
 }
 
 // forget ends the comparison of a region, and returns what was shown of it. The caller holds
@@ -78,6 +135,9 @@ func (c *carrier) shows(x *remote.Block, body []byte) {
 		}
 	}
 	c.current = s
+	if s == nil || !c.named {
+		c.differs(span{x.At, x.End() - x.At}, s)
+	}
 	exact := s != nil && s.exact && !s.gone
 	c.mu.Unlock()
 	var sums []uint64

@@ -192,7 +192,7 @@ func (c *carrier) take(t *batch, rec shm.Record) error {
 		if err != nil {
 			return err
 		}
-		if off, n, ok := remote.Staged(m); ok {
+		if off, n, ok := remote.Staged(m); ok && c.maySend(span{off, n}) {
 			blocks = remote.Range(off, n)
 		}
 	case wire.OpReadBuffer, wire.OpReadBufferRect, wire.OpReadImage:
@@ -234,6 +234,21 @@ func (c *carrier) take(t *batch, rec shm.Record) error {
 	}
 	t.b = shm.AppendRecord(t.b, rec)
 	return nil
+}
+
+// maySend reports whether what a request is to write is sent with it. In a mapped region it is not
+// if that is still to be shown: what is here then is older than what the far executor has.
+func (c *carrier) maySend(x span) bool {
+	if x.off >= c.split {
+		return true
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.isHidden(x) {
+		return false
+	}
+	c.differs(x, nil)
+	return true
 }
 
 // sendBlock sends what the client has in a block of the arena. A frame must follow: small

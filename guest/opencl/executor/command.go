@@ -71,8 +71,9 @@ type cmd struct {
 	pend    uint32
 	keep    *runtime.Pinner
 	show    remote.Block // what the client must have got before it learns of the end; only for one on another host
-	mapping *mapping     // that show is of
-	aside   after        // if not nil, the rest of the command, which runs without the lock: a small blocking read
+	of      *mem         // the object and the mapping that show is of
+	mapping *mapping
+	aside   after // if not nil, the rest of the command, which runs without the lock: a small blocking read
 }
 
 // track makes the vendor create an event for the command.
@@ -158,7 +159,7 @@ func (s *session) enqueue(c call, m wire.Request, queueID, eventID uint32, wait 
 	}
 	if x.pend != 0 || x.keep != nil || x.show.Row != 0 {
 		cl.RetainEvent(ev)
-		q.pends = append(q.pends, pending{ev, x.pend, x.keep, x.show, x.mapping})
+		q.pends = append(q.pends, pending{ev, x.pend, x.keep, x.show, x.of, x.mapping})
 	}
 	s.launch(q, c.op, nil, ev)
 	o := done(cl.Success)

@@ -546,11 +546,14 @@ func (c *controller) Load(ctx context.Context, r *connect.Request[gpuctlv1.LoadR
 	return nil
 }
 
-func (c *controller) Activate(ctx context.Context, _ *connect.Request[gpuctlv1.ActivateRequest]) (*connect.Response[gpuctlv1.ActivateResponse], error) {
+func (c *controller) Activate(ctx context.Context, r *connect.Request[gpuctlv1.ActivateRequest]) (*connect.Response[gpuctlv1.ActivateResponse], error) {
 	c.op.Lock()
 	defer c.op.Unlock()
 	s := c.s
 	s.far.endFetch() // the former host has no say any more
+	if s.far != nil {
+		s.far.names.Store(r.Msg.NamesShown)
+	}
 	if err := s.far.own(ctx, s); err != nil {
 		return nil, connect.NewError(connect.CodeUnavailable, err)
 	}

@@ -95,7 +95,7 @@ func (s *session) finishPending(p pending, status int32) {
 		p.keep.Unpin()
 	}
 	cl.ReleaseEvent(p.ev)
-	s.show(p.show) // also if it has failed: a carrier counts
+	s.showOf(p.show, p.of, p.mp) // also if it has failed: a carrier counts
 	if p.mp != nil {
 		p.mp.unseen = false
 	}

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
@@ -34,6 +35,7 @@ type farEnd struct {
 	home           *outlet // for contents that go to the carrier's host
 	fetches        *fetches
 	state          farState
+	names          atomic.Bool // the carrier knows KindShown and KindUnmapped
 
 	mu                 sync.Mutex
 	changed            *sync.Cond // what the client has taken
@@ -344,7 +346,7 @@ func (s *session) tellMaps() (told bool) {
 			for _, mp := range m.maps {
 				if mp.unseen || !ends[mp] {
 					s.mapped(m, mp)
-					told, mp.told = true, ends[mp]
+					told, mp.told = true, ends[mp] && s.far.names.Load()
 				}
 			}
 		}
@@ -381,9 +383,16 @@ func (s *session) shows(x *cmd, b remote.Block) {
 // show sends what a command has written. What says that it has ended follows: a reply, a
 // completion word or a callback. It does not wait for acknowledgements: these come after the requests
 // for which there is no room in the ring until the caller, who holds s.mu, goes on.
-func (s *session) show(b remote.Block) {
+func (s *session) show(b remote.Block) { s.showOf(b, nil, nil) }
+
+// showOf is show for the content of a mapping, which it names: a read may bring data to the same
+// place before.
+func (s *session) showOf(b remote.Block, m *mem, mp *mapping) {
 	if s.far == nil || b.Row == 0 || b.Check(s.arena.Size()) != nil {
 		return
+	}
+	if mp != nil && s.far.names.Load() {
+		s.far.post(remote.KindShown, remote.Words(remote.MappingName(m.id, mp.ID)), nil, false)
 	}
 	_ = b.Split(1<<20, func(x remote.Block) error {
 		s.far.post(remote.KindBlock, x.Append(nil), x.Bytes(s.arena.Bytes()), x.Tight())

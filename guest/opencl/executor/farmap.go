@@ -25,7 +25,7 @@ func (mp *mapping) writes() bool {
 func (s *session) showsMap(x *cmd, m *mem, mp *mapping) {
 	s.shows(x, m.block(mp))
 	if s.far != nil {
-		x.mapping, mp.unseen = mp, true
+		x.of, x.mapping, mp.unseen = m, mp, true
 	}
 }
 

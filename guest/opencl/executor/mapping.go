@@ -290,7 +290,7 @@ func (s *session) mapping(c call, m wire.Request, queueID, eventID uint32, wait 
 				root.markAll() // what is on its way may be left out already
 			}
 			if mp.shownFirst() { // a carrier waits for each that it is told of
-				s.show(o.block(mp))
+				s.showOf(o.block(mp), o, mp)
 			}
 		}
 	default:
@@ -310,7 +310,7 @@ func (s *session) unmap(x *cmd, r *wire.Unmap) (cl.Status, error) {
 	}
 	delete(m.maps, r.Map)
 	if mp.told {
-		s.far.post(remote.KindUnmapped, remote.Words(uint64(m.id), uint64(mp.ID)), nil, false)
+		s.far.post(remote.KindUnmapped, remote.Words(remote.MappingName(m.id, mp.ID)), nil, false)
 	}
 	root, base := m.hostRoot()
 	// Drivers take little data when a write of it is enqueued: of a region that is still to be

@@ -97,7 +97,8 @@ type pending struct {
 	pend uint32
 	keep *runtime.Pinner // of memory from which the vendor reads
 	show remote.Block    // for a client on another host: what the command has written
-	mp   *mapping        // the mapping that is shown so
+	of   *mem            // the object and the mapping that are shown so
+	mp   *mapping
 }
 
 type memKind uint8

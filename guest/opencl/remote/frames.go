@@ -39,8 +39,10 @@ const (
 	KindRing      // Words: slot: the client's threads have to look at lanes
 	KindTaken     // Words: callbacks, bytes of text: what was taken so far
 
-	// On the stream of commands, too.
-	KindUnmapped // Words: object, mapping: a mapping is over whose request to unmap the carrier has not seen
+	// On the stream of commands, for a carrier that has said that it knows them
+	// (ActivateRequest.names_shown). Words: ids as of a Mapping.
+	KindShown    // the blocks that follow are its content
+	KindUnmapped // it is over, and the carrier has not seen the request to unmap it
 )
 
 // Limits of frames, for link.Options.
@@ -250,8 +252,11 @@ func (m Mapping) Append(b []byte) []byte {
 	if m.Comes {
 		w |= mapComes
 	}
-	return m.Block.Append(append(b, Words(uint64(m.Mem)|uint64(m.ID)<<32, w)...))
+	return m.Block.Append(append(b, Words(MappingName(m.Mem, m.ID), w)...))
 }
+
+// MappingName names a mapping in a frame.
+func MappingName(mem, id uint32) uint64 { return uint64(mem) | uint64(id)<<32 }
 
 // ParseMapping decodes a mapping within [0, limit).
 func ParseMapping(b []byte, limit uint64) (m Mapping, err error) {
