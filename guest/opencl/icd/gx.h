@@ -318,6 +318,10 @@ cl_int gx_pend_add(const struct layout *read, uint64_t off, uint64_t len, uint32
 void gx_pend_cancel(uint32_t word); /* the request was never sent */
 cl_int gx_pend_map(cl_mem mem, const struct map *m, cl_event ev);
 bool gx_pend_forget(cl_mem mem, uint32_t map); /* map 0: all of mem; reports whether one was not complete */
+/* Maps of regions in the arena. Nothing is copied there, but until a map has run, the content is older. */
+cl_int gx_map_await(cl_mem mem, const struct map *m, cl_event ev);
+bool gx_map_comes(const struct layout *l); /* a map that has not run brings content to this memory */
+void gx_map_known(cl_mem mem, uint32_t map); /* nobody asks for it any more; map 0: all of mem */
 struct layout gx_map_layout(const struct map *m); /* where the application sees it */
 void gx_map_in(const struct map *m);
 void gx_map_out(const struct map *m);

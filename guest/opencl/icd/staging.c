@@ -377,6 +377,91 @@ bool gx_pend_forget(cl_mem mem, uint32_t map)
 	return found;
 }
 
+/* ---- maps of regions in the arena that may not have run yet */
+static struct awaited {
+	struct awaited *next;
+	cl_mem mem;
+	uint32_t map;
+	struct layout to;
+	cl_event ev;
+} *awaited;
+static _Atomic uint32_t nawaited;
+
+cl_int gx_map_await(cl_mem mem, const struct map *m, cl_event ev)
+{
+	struct awaited *a = malloc(sizeof *a);
+	if (!a)
+		return CL_OUT_OF_HOST_MEMORY;
+	gx_link(ev);
+	gx_lock_take(&pend_lock);
+	*a = (struct awaited){.next = awaited, .mem = mem, .map = m->id, .to = gx_map_layout(m), .ev = ev};
+	awaited = a;
+	atomic_fetch_add(&nawaited, 1);
+	gx_lock_drop(&pend_lock);
+	return CL_SUCCESS;
+}
+
+/* cut_awaited takes one out of the list. The caller has the lock, and unlinks the event without it. */
+static cl_event cut_awaited(struct awaited **at)
+{
+	struct awaited *a = *at;
+	cl_event ev = a->ev;
+	*at = a->next;
+	atomic_fetch_sub(&nawaited, 1);
+	free(a);
+	return ev;
+}
+
+bool gx_map_comes(const struct layout *l)
+{
+	bool comes = false;
+	cl_event ev = NULL;
+	if (!atomic_load(&nawaited))
+		return false;
+	do {
+		bool ran = false;
+		ev = NULL;
+		gx_lock_take(&pend_lock);
+		for (struct awaited **at = &awaited; *at; at = &(*at)->next) {
+			if (!gx_layouts_meet(&(*at)->to, l))
+				continue;
+			ran = atomic_load(&(*at)->ev->status) <= CL_COMPLETE;
+			if (ran)
+				ev = cut_awaited(at);
+			else
+				gx_link(ev = (*at)->ev);
+			break;
+		}
+		gx_lock_drop(&pend_lock);
+		if (ev && !ran) { /* one that has ended is taken out in the next turn */
+			int32_t st;
+			comes = gx_event_poll(ev, &st) || st > CL_COMPLETE;
+		}
+		if (ev)
+			gx_unlink(ev);
+	} while (ev && !comes);
+	return comes;
+}
+
+void gx_map_known(cl_mem mem, uint32_t map)
+{
+	cl_event ev = NULL;
+	if (!atomic_load(&nawaited))
+		return;
+	do {
+		ev = NULL;
+		gx_lock_take(&pend_lock);
+		for (struct awaited **at = &awaited; *at; at = &(*at)->next)
+			if ((*at)->mem == mem && (!map || (*at)->map == map)) {
+				ev = cut_awaited(at);
+				break;
+			}
+		gx_lock_drop(&pend_lock);
+		if (ev)
+			gx_unlink(ev);
+	} while (ev);
+}
+
 /* ask_maps asks which maps have ended. Their events keep the answers. The caller has no lock, as the executor may not
  * answer for long, and other threads are to go on meanwhile. */
 static void ask_maps(void)
@@ -514,5 +599,7 @@ void gx_staging_reset(void)
 	first = NULL;
 	last = &first;
 	memset(words, 0, sizeof words);
+	awaited = NULL;
+	atomic_store(&nawaited, 0);
 	gx_moves_reset();
 }

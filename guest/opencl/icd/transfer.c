@@ -26,7 +26,7 @@ struct stage { uint64_t off, len; uint32_t pend, mode; bool own; };
 
 /* arrives reports whether a command that has not ended yet, as far as is known, brings data to this memory. What is to
  * be sent from there is late: it may be taken only when the sending command's turn has come. */
-static bool arrives(const struct layout *l) { return gx_pend_reads(l, false) || gx_move_reads(l); }
+static bool arrives(const struct layout *l) { return gx_pend_reads(l, false) || gx_move_reads(l) || gx_map_comes(l); }
 
 /* stage_begin decides how the data that l describes is moved. Memory that is in the arena already, because the
  * application mapped it, is used directly. Little data is staged in the window, and for a write it is packed at
@@ -295,6 +295,9 @@ static bool in_arena(const struct map *p)
 		p->arena <= S.arena_size && end <= S.arena_size - p->arena;
 }
 
+/* comes reports whether a map command brings the content of its region. */
+static bool comes(cl_map_flags f) { return !(f & CL_MAP_WRITE_INVALIDATE_REGION); }
+
 /* end_map stores a mapping that the executor has made. */
 static void *end_map(struct cmd *c, cl_mem m, struct map *p, const struct gx_reply *r, bool blocking, cl_event *event, cl_int *err)
 {
@@ -304,7 +307,7 @@ static void *end_map(struct cmd *c, cl_mem m, struct map *p, const struct gx_rep
 		*err = CL_MAP_FAILURE;
 	if (blocking) /* before newer data comes to the same place */
 		gx_reap();
-	bool bring = p->host && !(p->flags & CL_MAP_WRITE_INVALIDATE_REGION);
+	bool bring = p->host && comes(p->flags);
 	p->ptr = p->host ? p->host : S.arena + p->arena;
 	if (!*err) {
 		gx_lock_take(&S.misc);
@@ -316,6 +319,8 @@ static void *end_map(struct cmd *c, cl_mem m, struct map *p, const struct gx_rep
 			gx_map_in(p);
 		else if (bring)
 			*err = gx_pend_map(m, p, c->ev);
+		else if (c->ev && !blocking && comes(p->flags))
+			*err = gx_map_await(m, p, c->ev);
 	}
 	cl_event ev = c->ev;
 	void *ptr = p->ptr;
@@ -349,7 +354,7 @@ CL_API_ENTRY void *CL_API_CALL clEnqueueMapBuffer(cl_command_queue q, cl_mem m, 
 	if (err)
 		FAIL(err);
 	struct map *p = calloc(1, sizeof *p);
-	err = p ? gx_cmd_event(&c, CL_COMMAND_MAP_BUFFER, event || (m->host && !blocking)) : CL_OUT_OF_HOST_MEMORY;
+	err = p ? gx_cmd_event(&c, CL_COMMAND_MAP_BUFFER, event || (!blocking && (m->host || comes(flags)))) : CL_OUT_OF_HOST_MEMORY;
 	if (!err) {
 		p->id = next_map();
 		p->flags = flags;
@@ -392,7 +397,7 @@ CL_API_ENTRY void *CL_API_CALL clEnqueueMapImage(cl_command_queue q, cl_mem m, c
 	if (err)
 		FAIL(err);
 	struct map *p = calloc(1, sizeof *p);
-	err = p ? gx_cmd_event(&c, CL_COMMAND_MAP_IMAGE, event || (m->host && !blocking)) : CL_OUT_OF_HOST_MEMORY;
+	err = p ? gx_cmd_event(&c, CL_COMMAND_MAP_IMAGE, event || (!blocking && (m->host || comes(flags)))) : CL_OUT_OF_HOST_MEMORY;
 	if (!err) {
 		uint64_t o3[3] = {o[0], o[1], o[2]}, r3[3] = {region[0], region[1], region[2]};
 		p->id = next_map();
@@ -504,8 +509,12 @@ CL_API_ENTRY cl_int CL_API_CALL clEnqueueUnmapMemObject(cl_command_queue q, cl_m
 		/* Before its content is there, the application writes nothing to it, and does not miss it. But commands that
 		 * it has enqueued since may bring data to it, or send what is there. */
 		struct layout l = gx_map_layout(p);
-		bool seen = !p->host || gx_pend_brings(&l) || gx_move_uses(&l) || !gx_pend_forget(m, p->id);
+		bool used = gx_pend_brings(&l) || gx_move_uses(&l);
+		bool seen = used || !gx_pend_forget(m, p->id);
+		if (!used)
+			gx_map_known(m, p->id);
 		err = unmap(&c, m, p, seen && (p->flags & (CL_MAP_WRITE | CL_MAP_WRITE_INVALIDATE_REGION)));
+		gx_map_known(m, p->id);
 	}
 	free(p);
 	return gx_cmd_end(&c, err, event, false);
