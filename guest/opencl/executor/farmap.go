@@ -51,6 +51,25 @@ func (s *session) isToMap(m *mem, mp *mapping) bool {
 	})
 }
 
+// toBeMapped returns the mappings whose commands are parked. The session serves nobody yet.
+func (s *session) toBeMapped() map[*mapping]bool {
+	out := map[*mapping]bool{}
+	for _, p := range s.parked {
+		object, id, ok := maps(p.op, p.body)
+		if !ok {
+			continue
+		}
+		m := lookup[mem](s, object)
+		if ghost, ok := p.alias[object]; ok {
+			m, _ = s.ghosts[ghost].(*mem)
+		}
+		if m != nil && m.maps[id] != nil {
+			out[m.maps[id]] = true
+		}
+	}
+	return out
+}
+
 // lookupFor finds an object as a parked request names it.
 func lookupFor[T any](s *session, p *parkedCall, id uint32) *T {
 	was := s.redo
@@ -117,7 +136,7 @@ const (
 
 // LateUnmaps returns the regions that the application may still write though it has asked to
 // unmap them: the requests are parked in the graph. Carriers need them: contents do not
-// overwrite those regions.
+// overwrite those regions. One whose map command is parked, too, it has not seen yet.
 func LateUnmaps(b []byte) ([]remote.Block, error) {
 	g, err := decodeGraph(b)
 	if err != nil {
@@ -127,6 +146,19 @@ func LateUnmaps(b []byte) ([]remote.Block, error) {
 	for i := range g.Mems {
 		mems[g.Mems[i].ID] = &g.Mems[i]
 	}
+	named := func(p *gParked, id uint32) uint32 {
+		if ghost, ok := p.Alias[id]; ok {
+			return ghost
+		}
+		return id
+	}
+	toMap := map[[2]uint32]bool{}
+	for i := range g.Parked {
+		p := &g.Parked[i]
+		if object, id, ok := maps(wire.Op(p.Op), p.Body); ok {
+			toMap[[2]uint32{named(p, object), id}] = true
+		}
+	}
 	var out []remote.Block
 	for i := range g.Parked {
 		var u wire.Unmap
@@ -134,11 +166,8 @@ func LateUnmaps(b []byte) ([]remote.Block, error) {
 		if wire.Op(p.Op) != wire.OpUnmap || u.Decode(p.Body) != nil {
 			continue
 		}
-		id := u.Mem
-		if ghost, ok := p.Alias[id]; ok {
-			id = ghost
-		}
-		if g := mems[id]; g != nil {
+		id := named(p, u.Mem)
+		if g := mems[id]; g != nil && !toMap[[2]uint32{id, u.Map}] {
 			m := &mem{kind: g.Kind, size: g.Size, elem: g.Elem, desc: g.Desc}
 			for k := range g.Maps {
 				if mp := &g.Maps[k]; mp.ID == u.Map && mp.writes() {

@@ -369,7 +369,7 @@ func (s *session) take(p *piece) (cl.Event, error) {
 }
 
 // takeUnified copies into a buffer in the arena, except where the application has mapped
-// it: the bytes there are newer.
+// it: the bytes there are newer. What is still to be mapped is not.
 func (s *session) takeUnified(p *piece) {
 	m := p.m
 	dst := s.arenaBytes(m.arena+p.Off, p.N)
@@ -377,7 +377,11 @@ func (s *session) takeUnified(p *piece) {
 	if p.ptr == unsafe.Pointer(&dst[0]) {
 		return
 	}
-	spans := m.mapped(func(mp *mapping, base uint64) bool { return mp.At == m.arena+base+mp.Offset })
+	var later map[*mapping]bool
+	if m.isMapped() {
+		later = s.toBeMapped()
+	}
+	spans := m.mapped(func(mp *mapping, base uint64) bool { return mp.At == m.arena+base+mp.Offset && !later[mp] })
 	for at := p.Off; at < p.Off+p.N; {
 		end := p.Off + p.N
 		skip := false
