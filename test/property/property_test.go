@@ -545,7 +545,7 @@ func commandsUseMappedRegions(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		for range 3 {
+		for range 2 {
 			if err := r.check(t.Context(), string(b)); err != nil {
 				t.Errorf("%s: %v", f, err)
 			}

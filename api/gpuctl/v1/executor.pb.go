@@ -850,7 +850,7 @@ func (x *ReceiveResponse) GetBytes() uint64 {
 
 type ActivateRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	NamesShown    bool                   `protobuf:"varint,1,opt,name=names_shown,json=namesShown,proto3" json:"names_shown,omitempty"` // of a far executor: the carrier knows KindShown
+	NamesShown    bool                   `protobuf:"varint,1,opt,name=names_shown,json=namesShown,proto3" json:"names_shown,omitempty"` // of a far executor: the carrier knows KindShown and KindUnmapped
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
