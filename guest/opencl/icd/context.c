@@ -244,6 +244,7 @@ CL_API_ENTRY cl_int CL_API_CALL clReleaseCommandQueue(cl_command_queue q)
 void gx_queue_destroy(struct obj *o)
 {
 	cl_command_queue q = (cl_command_queue)o;
+	gx_maps_orphan(q);
 	post_release(&(struct gx_release){.id = o->id});
 	gx_id_drop(o->id);
 	cl_context c = q->ctx;
@@ -297,7 +298,10 @@ CL_API_ENTRY cl_int CL_API_CALL clFinish(cl_command_queue q)
 {
 	if (!gx_ok(q, T_QUEUE))
 		return CL_INVALID_COMMAND_QUEUE;
+	uint64_t maps = gx_map_stamp();
 	cl_int err = call_finish(&(struct gx_finish){.queue = q->o.id}, NULL);
+	if (!err)
+		gx_maps_ran(q, maps);
 	gx_reap();
 	return err;
 }

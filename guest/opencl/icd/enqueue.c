@@ -28,6 +28,7 @@ cl_int gx_cmd_check(struct cmd *c, cl_command_queue q, cl_uint n, const cl_event
 	c->nwait = c->nhidden = 0;
 	c->ev = NULL;
 	c->id = 0;
+	c->maps = gx_map_stamp();
 	if (n > COUNT(c->inline_wait) && !(c->wait = malloc(n * sizeof *c->wait)))
 		return CL_OUT_OF_HOST_MEMORY;
 	for (cl_uint i = 0; i < n; i++)
@@ -68,6 +69,8 @@ cl_int gx_cmd_end(struct cmd *c, cl_int err, cl_event *out, bool complete)
 	}
 	if (c->wait != c->inline_wait)
 		free(c->wait);
+	if (complete && !err && !(c->q->props & CL_QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE))
+		gx_maps_ran(c->q, c->maps);
 	if (!c->ev)
 		return err;
 	if (err) {

@@ -319,9 +319,12 @@ void gx_pend_cancel(uint32_t word); /* the request was never sent */
 cl_int gx_pend_map(cl_mem mem, const struct map *m, cl_event ev);
 bool gx_pend_forget(cl_mem mem, uint32_t map); /* map 0: all of mem; reports whether one was not complete */
 /* Maps of regions in the arena. Nothing is copied there, but until a map has run, the content is older. */
-cl_int gx_map_await(cl_mem mem, const struct map *m, cl_event ev);
-bool gx_map_comes(const struct layout *l); /* a map that has not run brings content to this memory */
+cl_int gx_map_await(cl_command_queue q, cl_mem mem, const struct map *m, cl_event ev); /* ev NULL: the application has none */
+bool gx_map_comes(const struct layout *l); /* a map that has not run, as far as is known, brings content to this memory */
 void gx_map_known(cl_mem mem, uint32_t map); /* nobody asks for it any more; map 0: all of mem */
+uint64_t gx_map_stamp(void);
+void gx_maps_ran(cl_command_queue q, uint64_t stamp); /* those that the queue had at the time of the stamp */
+void gx_maps_orphan(cl_command_queue q); /* the queue is no more */
 struct layout gx_map_layout(const struct map *m); /* where the application sees it */
 void gx_map_in(const struct map *m);
 void gx_map_out(const struct map *m);
@@ -396,6 +399,7 @@ struct cmd { /* the state that all enqueue calls share */
 	uint32_t hidden[16], nhidden; /* markers that replace parts of very long wait lists */
 	cl_event ev;
 	uint32_t id;
+	uint64_t maps; /* stamp of those before it */
 	uint32_t inline_wait[64];
 };
 cl_int gx_cmd_check(struct cmd *c, cl_command_queue q, cl_uint n, const cl_event *list);

@@ -380,86 +380,108 @@ bool gx_pend_forget(cl_mem mem, uint32_t map)
 /* ---- maps of regions in the arena that may not have run yet */
 static struct awaited {
 	struct awaited *next;
+	cl_command_queue q; /* NULL: it was released */
 	cl_mem mem;
 	uint32_t map;
+	uint64_t serial;
 	struct layout to;
-	cl_event ev;
+	cl_event ev; /* NULL: the application has none, and nobody asks */
 } *awaited;
 static _Atomic uint32_t nawaited;
+static _Atomic uint64_t map_serial;
 
-cl_int gx_map_await(cl_mem mem, const struct map *m, cl_event ev)
+cl_int gx_map_await(cl_command_queue q, cl_mem mem, const struct map *m, cl_event ev)
 {
 	struct awaited *a = malloc(sizeof *a);
 	if (!a)
 		return CL_OUT_OF_HOST_MEMORY;
-	gx_link(ev);
+	if (ev)
+		gx_link(ev);
 	gx_lock_take(&pend_lock);
-	*a = (struct awaited){.next = awaited, .mem = mem, .map = m->id, .to = gx_map_layout(m), .ev = ev};
+	*a = (struct awaited){.next = awaited, .q = q, .mem = mem, .map = m->id, .serial = atomic_fetch_add(&map_serial, 1) + 1, .to = gx_map_layout(m), .ev = ev};
 	awaited = a;
 	atomic_fetch_add(&nawaited, 1);
 	gx_lock_drop(&pend_lock);
 	return CL_SUCCESS;
 }
 
-/* cut_awaited takes one out of the list. The caller has the lock, and unlinks the event without it. */
-static cl_event cut_awaited(struct awaited **at)
-{
-	struct awaited *a = *at;
-	cl_event ev = a->ev;
-	*at = a->next;
-	atomic_fetch_sub(&nawaited, 1);
-	free(a);
-	return ev;
-}
+uint64_t gx_map_stamp(void) { return atomic_load(&nawaited) ? atomic_load(&map_serial) : 0; }
 
-bool gx_map_comes(const struct layout *l)
+/* what says which maps are known to have run: those that an event says so of, and those of an object, one of them if map
+ * is not 0, or of a queue up to a stamp. */
+struct what { cl_mem mem; uint32_t map; cl_command_queue q; uint64_t stamp; };
+
+static void cut_awaited(const struct what *w)
 {
-	bool comes = false;
-	cl_event ev = NULL;
-	if (!atomic_load(&nawaited))
-		return false;
-	do {
-		bool ran = false;
-		ev = NULL;
-		gx_lock_take(&pend_lock);
-		for (struct awaited **at = &awaited; *at; at = &(*at)->next) {
-			if (!gx_layouts_meet(&(*at)->to, l))
-				continue;
-			ran = atomic_load(&(*at)->ev->status) <= CL_COMPLETE;
-			if (ran)
-				ev = cut_awaited(at);
-			else
-				gx_link(ev = (*at)->ev);
-			break;
+	struct awaited *gone = NULL;
+	gx_lock_take(&pend_lock);
+	for (struct awaited **at = &awaited, *a; (a = *at);) {
+		bool known = (a->ev && atomic_load(&a->ev->status) <= CL_COMPLETE) || (w->mem && a->mem == w->mem && (!w->map || a->map == w->map)) ||
+			(w->q && a->q == w->q && a->serial <= w->stamp);
+		if (!known) {
+			at = &a->next;
+			continue;
 		}
-		gx_lock_drop(&pend_lock);
-		if (ev && !ran) { /* one that has ended is taken out in the next turn */
-			int32_t st;
-			comes = gx_event_poll(ev, &st) || st > CL_COMPLETE;
-		}
-		if (ev)
-			gx_unlink(ev);
-	} while (ev && !comes);
-	return comes;
+		*at = a->next;
+		a->next = gone;
+		gone = a;
+		atomic_fetch_sub(&nawaited, 1);
+	}
+	gx_lock_drop(&pend_lock);
+	for (struct awaited *next; gone; gone = next) {
+		next = gone->next;
+		if (gone->ev)
+			gx_unlink(gone->ev);
+		free(gone);
+	}
 }
 
 void gx_map_known(cl_mem mem, uint32_t map)
 {
-	cl_event ev = NULL;
+	if (atomic_load(&nawaited))
+		cut_awaited(&(struct what){.mem = mem, .map = map});
+}
+
+void gx_maps_ran(cl_command_queue q, uint64_t stamp)
+{
+	if (stamp && atomic_load(&nawaited))
+		cut_awaited(&(struct what){.q = q, .stamp = stamp});
+}
+
+void gx_maps_orphan(cl_command_queue q)
+{
 	if (!atomic_load(&nawaited))
 		return;
-	do {
-		ev = NULL;
+	gx_lock_take(&pend_lock);
+	for (struct awaited *a = awaited; a; a = a->next)
+		if (a->q == q)
+			a->q = NULL;
+	gx_lock_drop(&pend_lock);
+}
+
+bool gx_map_comes(const struct layout *l)
+{
+	for (uint64_t asked = UINT64_MAX; atomic_load(&nawaited);) { /* the newest comes first */
+		struct awaited *a;
+		cl_event ev = NULL;
+		int32_t st;
 		gx_lock_take(&pend_lock);
-		for (struct awaited **at = &awaited; *at; at = &(*at)->next)
-			if ((*at)->mem == mem && (!map || (*at)->map == map)) {
-				ev = cut_awaited(at);
-				break;
-			}
+		for (a = awaited; a && (a->serial >= asked || !gx_layouts_meet(&a->to, l)); a = a->next)
+			;
+		if (a && (ev = a->ev)) {
+			gx_link(ev);
+			asked = a->serial;
+		}
 		gx_lock_drop(&pend_lock);
+		if (!a)
+			return false;
+		bool comes = !ev || gx_event_poll(ev, &st) || st > CL_COMPLETE;
 		if (ev)
 			gx_unlink(ev);
-	} while (ev);
+		if (comes)
+			return true;
+	}
+	return false;
 }
 
 /* ask_maps asks which maps have ended. Their events keep the answers. The caller has no lock, as the executor may not

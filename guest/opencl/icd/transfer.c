@@ -319,8 +319,8 @@ static void *end_map(struct cmd *c, cl_mem m, struct map *p, const struct gx_rep
 			gx_map_in(p);
 		else if (bring)
 			*err = gx_pend_map(m, p, c->ev);
-		else if (c->ev && !blocking && comes(p->flags))
-			*err = gx_map_await(m, p, c->ev);
+		else if (!blocking && comes(p->flags))
+			*err = gx_map_await(c->q, m, p, c->ev);
 	}
 	cl_event ev = c->ev;
 	void *ptr = p->ptr;
@@ -354,7 +354,7 @@ CL_API_ENTRY void *CL_API_CALL clEnqueueMapBuffer(cl_command_queue q, cl_mem m, 
 	if (err)
 		FAIL(err);
 	struct map *p = calloc(1, sizeof *p);
-	err = p ? gx_cmd_event(&c, CL_COMMAND_MAP_BUFFER, event || (!blocking && (m->host || comes(flags)))) : CL_OUT_OF_HOST_MEMORY;
+	err = p ? gx_cmd_event(&c, CL_COMMAND_MAP_BUFFER, event || (m->host && !blocking)) : CL_OUT_OF_HOST_MEMORY;
 	if (!err) {
 		p->id = next_map();
 		p->flags = flags;
@@ -397,7 +397,7 @@ CL_API_ENTRY void *CL_API_CALL clEnqueueMapImage(cl_command_queue q, cl_mem m, c
 	if (err)
 		FAIL(err);
 	struct map *p = calloc(1, sizeof *p);
-	err = p ? gx_cmd_event(&c, CL_COMMAND_MAP_IMAGE, event || (!blocking && (m->host || comes(flags)))) : CL_OUT_OF_HOST_MEMORY;
+	err = p ? gx_cmd_event(&c, CL_COMMAND_MAP_IMAGE, event || (m->host && !blocking)) : CL_OUT_OF_HOST_MEMORY;
 	if (!err) {
 		uint64_t o3[3] = {o[0], o[1], o[2]}, r3[3] = {region[0], region[1], region[2]};
 		p->id = next_map();
