@@ -147,8 +147,8 @@ func (sv *Service) serve(ctx context.Context, c *steps.Change, m vm.VM, attach *
 			u.StepIndex, u.Steps = u.GetStepIndex()+1, uint32(len(c.Steps))
 			c.Report(u)
 		})
-		if err != nil {
-			return errors.Join(err, sv.forget(m))
+		if err != nil { // others may have got parts of cards that the VM had before
+			return errors.Join(err, sv.withdrawn(ctx, m))
 		}
 		c.At = len(c.Steps) - 1
 	}

@@ -37,7 +37,8 @@ type world struct {
 	users map[string][]string // by GPU
 	stuck error               // of EndUsers
 	calls []string
-	fail  error // of Cards.Attach
+	fail  error  // of Cards.Attach
+	while func() // what others do during Cards.Attach
 }
 
 func newWorld(t *testing.T) *world {
@@ -88,6 +89,9 @@ func (w *world) Find(_ context.Context, ref string) (vm.Info, error) {
 }
 
 func (w *world) Attach(_ context.Context, r *gpuctlv1.AttachRequest, report cards.Report) error {
+	if w.while != nil && !r.GetPlan() {
+		w.while()
+	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if r.GetPlan() {
@@ -231,6 +235,31 @@ func TestACardForAServiceVM(t *testing.T) {
 	k = w.keeper("")
 	if _, _, err := serve(k, &gpuctlv1.ServeRequest{Gpu: "c"}); err == nil || k.Of(gpuvm.UUID) != nil || !slices.Equal(w.calls, []string{"attach c", "detach c"}) {
 		t.Errorf("%v, %v", err, w.calls)
+	}
+}
+
+// The VM has another card already, and somebody gets a part of that while the new one fails to
+// come. What computes there must not be forgotten: the card could be detached under it.
+func TestAnAttachThatFailsForgetsNoServiceVMThatOthersUse(t *testing.T) {
+	w := newWorld(t)
+	w.fail = errors.New("the card is stuck")
+	k := w.keeper(filepath.Join(t.TempDir(), "service.json"))
+	w.while = func() {
+		k.look(t.Context())
+		w.set(func() { w.users["vm-gpuvm"] = []string{"vm:web"} })
+	}
+	if _, _, err := serve(k, &gpuctlv1.ServeRequest{Gpu: "c"}); !errors.Is(err, w.fail) {
+		t.Errorf("%v", err)
+	}
+	if _, err := k.Hold(gpuvm.UUID); err == nil || !strings.Contains(err.Error(), "vm:web") {
+		t.Errorf("a detach of its card: %v", err)
+	}
+	if all := k.GPUs(); len(all) != 1 || all[0].Why == "" {
+		t.Errorf("it is forgotten, or given to others: %+v", all)
+	}
+	w.set(func() { delete(w.users, "vm-gpuvm") })
+	if k.look(t.Context()); k.Of(gpuvm.UUID) != nil {
+		t.Error("it is a service VM for ever")
 	}
 }
 
