@@ -56,20 +56,24 @@ type bench struct {
 	id   string
 }
 
-func newManager(t *testing.T, dir string, l *fakeLauncher) *Manager {
+func newManager(t *testing.T, dir string, l *fakeLauncher, with ...func(*Config)) *Manager {
 	t.Helper()
 	log := slog.New(slog.DiscardHandler)
 	if testing.Verbose() {
 		log = slog.New(slog.NewTextHandler(t.Output(), nil))
 	}
-	m, err := New(Config{Dir: dir, Launcher: l, Logger: log, Faults: true})
+	c := Config{Dir: dir, Launcher: l, Logger: log, Faults: true}
+	for _, set := range with {
+		set(&c)
+	}
+	m, err := New(c)
 	if err != nil {
 		t.Fatal(err)
 	}
 	return m
 }
 
-func newBench(t *testing.T) *bench {
+func newBench(t *testing.T, with ...func(*Config)) *bench {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "gs") // short, because unix addresses are
 	if err != nil {
@@ -77,7 +81,7 @@ func newBench(t *testing.T) *bench {
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	b := &bench{t: t, dir: dir, l: newFakeLauncher(t)}
-	b.m = newManager(t, dir, b.l)
+	b.m = newManager(t, dir, b.l, with...)
 	t.Cleanup(func() { b.m.Close() })
 	if err := b.m.offer(&gpuctlv1.OfferRequest{Token: "tok", Claim: "claim-1", Target: testTarget}); err != nil {
 		t.Fatal(err)

@@ -5,6 +5,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"sync"
 	"testing"
 	"time"
 
@@ -13,14 +14,22 @@ import (
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
-// lender has one far executor.
+// lender has one far executor, or none yet.
 type lender struct {
 	Lender
 
+	mu  sync.Mutex
 	far Sharer
 }
 
-func (l *lender) Sharers() []Sharer { return []Sharer{l.far} }
+func (l *lender) Sharers() []Sharer {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.far.ID == "" {
+		return nil
+	}
+	return []Sharer{l.far}
+}
 
 // farProcess is a far executor, as far as its process goes.
 type farProcess struct{ done chan struct{} }
@@ -75,4 +84,41 @@ func TestFarExecutorTakesTurnsBesideSessions(t *testing.T) {
 		t.Fatal(err)
 	}
 	<-proc.done
+}
+
+// A host chooses the names of its leases. With that of a session here it must not get that session
+// ended for what its own far executor does.
+func TestALeaseWithTheNameOfASessionIsNotTakenForIt(t *testing.T) {
+	l := &lender{}
+	b := newBench(t, func(c *Config) { c.Lender = l })
+	control := filepath.Join(t.TempDir(), "c1")
+	turns, err := net.Listen("unix", turnSocket(control, 1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer turns.Close()
+	proc := &farProcess{done: make(chan struct{})}
+	l.mu.Lock()
+	l.far = Sharer{ID: b.id, Owner: "host:there", GPUs: []string{"gpu-2"}, Process: proc, Socket: control, Log: slog.New(slog.DiscardHandler)}
+	l.mu.Unlock()
+	conn, err := turns.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	_ = conn.SetWriteDeadline(time.Now().Add(time.Minute))
+	if _, err := conn.Write(make([]byte, 4096)); err != nil { // no request is like that
+		t.Fatal(err)
+	}
+	testkit.Until(t, "one of the two is ended", func() error {
+		select {
+		case <-proc.done:
+			return nil
+		default:
+			return testkit.Want(b.session().GetState() != running)
+		}
+	})
+	if s := b.session(); s.GetState() != running {
+		t.Errorf("the session is %v: %s", s.GetState(), s.GetMessage())
+	}
 }

@@ -86,13 +86,16 @@ func (h *sharing) run(ctx context.Context) {
 // Sharer is an executor that is no session's here, and has the same GPUs: it serves a session
 // of another host.
 type Sharer struct {
-	ID      string // unlike those of sessions
+	ID      string // of its lease: the other host has chosen it
 	Owner   string // whose share it uses
 	GPUs    []string
 	Process Process
 	Socket  string // control socket of its first generation; that for turns is beside it
 	Log     *slog.Logger
 }
+
+// lentPrefix begins the name of a sharer at an arbiter, so that it is no session's.
+const lentPrefix = "lease "
 
 // sitter is who is to have seats.
 type sitter struct {
@@ -127,7 +130,7 @@ func (h *sharing) sitters() map[*executor]sitter {
 		}
 		lent[o.ID] = e
 		if !e.dead() && len(o.GPUs) > 0 {
-			want[e] = sitter{turn.Member{Session: o.ID, Owner: o.Owner}, o.GPUs, o.Log}
+			want[e] = sitter{turn.Member{Session: lentPrefix + o.ID, Owner: o.Owner}, o.GPUs, o.Log}
 		}
 	}
 	h.lent = lent
@@ -235,10 +238,13 @@ func (h *sharing) judge() {
 	h.reports = nil
 	h.mu.Unlock()
 	for _, r := range todo {
+		if lease, ok := strings.CutPrefix(r.Session, lentPrefix); ok {
+			h.judgeLent(lease, r)
+			continue
+		}
 		s, err := h.m.lookup(r.Session)
 		if err != nil {
-			h.judgeLent(r)
-			continue
+			continue // it has ended
 		}
 		switch r.Event {
 		case turn.Overdue:
@@ -258,12 +264,12 @@ func (h *sharing) judge() {
 
 // judgeLent deals with what an arbiter has reported of an executor of another host's session.
 // It is ended where a session would be; its lease ends with it.
-func (h *sharing) judgeLent(r turn.Report) {
-	e := h.lent[r.Session]
+func (h *sharing) judgeLent(lease string, r turn.Report) {
+	e := h.lent[lease]
 	if e == nil {
 		return // it has ended
 	}
-	log := h.m.log.With("lease", r.Session, "gpu", r.GPU, "owner", r.Owner)
+	log := h.m.log.With("lease", lease, "gpu", r.GPU, "owner", r.Owner)
 	switch r.Event {
 	case turn.Overdue:
 		log.Warn("a command of another host's session keeps the GPU", "kernel", r.Name, "for", r.For, "waiting", r.Waiting)
