@@ -193,6 +193,47 @@ func TestALastingClaimEndsWithItsVM(t *testing.T) {
 	}
 }
 
+// slowCluster takes its time for claims.
+type slowCluster struct {
+	Cluster
+	asked, answer chan struct{}
+}
+
+func (c slowCluster) Claim(ctx context.Context, k *clusterv1.Claim) (*clusterv1.CreateClaimResponse, error) {
+	close(c.asked)
+	<-c.answer
+	return c.Cluster.Claim(ctx, k)
+}
+
+// Whoever asked for the claim waits no longer and takes it back, as it seems to have failed. It
+// would have been told that it is gone, and the VM have kept the GPU.
+func TestAClaimOfAVMThatIsStillBeingMadeIsNotSaidToHaveEnded(t *testing.T) {
+	l, _ := newGranter(t)
+	id := endpoint.LastingClaim(webVM.UUID)
+	c := slowCluster{asked: make(chan struct{}), answer: make(chan struct{})}
+	l.halt()
+	l.wrap = func(is Cluster) Cluster {
+		c.Cluster = is
+		return c
+	}
+	l.start()
+	made := make(chan error, 1)
+	go func() { made <- l.grant(webVM, "big", 1<<30, false) }()
+	<-c.asked
+	err := l.host.EndLendVM(t.Context(), webVM, id)
+	close(c.answer)
+	if gerr := <-made; gerr != nil {
+		t.Fatal(gerr)
+	}
+	if !errors.Is(err, migrate.ErrUnreachable) {
+		t.Errorf("the end of a claim that was made after it: %v", err)
+	}
+	if err := l.host.EndLendVM(t.Context(), webVM, id); err != nil {
+		t.Error(err)
+	}
+	l.gone(id, "big")
+}
+
 // A claim follows its VM, and one that the log has released ends.
 func TestALastingClaimFollowsItsVMAndTheLog(t *testing.T) {
 	l, _ := newGranter(t)

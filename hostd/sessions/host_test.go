@@ -50,7 +50,8 @@ type fixture struct {
 	gpuctlv1connect.HostServiceClient
 	with HostConfig // what the host has beside what each host of a test has
 
-	other *otherHost // in the host's cluster; nil: there is none
+	other *otherHost            // in the host's cluster; nil: there is none
+	wrap  func(Cluster) Cluster // what the host's cluster becomes with the next start; nil: nothing
 }
 
 func newFixture(t failer, state string, with ...func(*HostConfig)) *fixture {
@@ -90,6 +91,9 @@ func (f *fixture) start() {
 	if f.other != nil {
 		f.other.Node = f.node
 		with.Cluster = f.other
+	}
+	if f.wrap != nil {
+		with.Cluster = f.wrap(with.Cluster)
 	}
 	host, err := NewHost(ctx, with)
 	if err != nil {

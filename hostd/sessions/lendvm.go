@@ -145,6 +145,10 @@ func (h *Host) EndLendVM(ctx context.Context, m vm.VM, id string) error {
 		h.mu.Unlock()
 		return fmt.Errorf("claim %s: %w: it is not one of vm %s", id, errDenied, m.Name)
 	}
+	if c == nil && h.claiming[id] { // it would be there after it was said to be gone
+		h.mu.Unlock()
+		return fmt.Errorf("claim %.300s: %w: it is being made", id, migrate.ErrUnreachable)
+	}
 	if c != nil && !c.Released {
 		c.Released = true // no lease begins any more
 		h.save()
