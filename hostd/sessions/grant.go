@@ -32,6 +32,8 @@ type VMs interface {
 	WhereOn(ctx context.Context, host string, m vm.VM) (migrate.Presence, error)
 	// Moves reports whether a migration of the VM has not ended, or whether that is unknown.
 	Moves(ctx context.Context, uuid string) bool
+	// MovedTo returns where the last migration of the VM has taken it; empty: none is known.
+	MovedTo(uuid string) (host string)
 }
 
 // lasting is what was seen last of a lasting claim's VM. It is not in the journal: after a
@@ -223,6 +225,18 @@ func (h *Host) full(l *lent) error {
 	return nil
 }
 
+// leftHost reports whether a VM is not on a host, or whether that host has left the cluster. One
+// that does not answer is added to silent.
+func (h *Host) leftHost(ctx context.Context, host string, f *forVM, silent map[string]bool) (gone, over bool) {
+	if silent[host] {
+		return false, false
+	}
+	p, err := h.VMs.WhereOn(ctx, host, vm.VM{UUID: f.UUID, Name: f.Name})
+	over = errors.Is(err, endpoint.ErrNoHost)
+	silent[host] = err != nil && !over
+	return err == nil && (p == migrate.Absent || p == migrate.Stopped && !f.Persistent), over
+}
+
 // lasts reports whether a lasting claim goes on: the log has it, and its VM exists, or that
 // is unknown. A VM that has stopped keeps a claim that is persistent. Hosts in silent are not
 // asked, and those that do not answer are added.
@@ -242,10 +256,12 @@ func (h *Host) lasts(ctx context.Context, c *claim, silent map[string]bool) bool
 	}
 	gone, over := false, false
 	if !silent[host] && !h.VMs.Moves(ctx, m.UUID) {
-		p, err := h.VMs.WhereOn(ctx, host, m)
-		over = errors.Is(err, endpoint.ErrNoHost)
-		silent[host] = err != nil && !over
-		gone = err == nil && (p == migrate.Absent || p == migrate.Stopped && !f.Persistent)
+		gone, over = h.leftHost(ctx, host, f, silent)
+		// Where a migration has taken it, nobody may have been able to say so yet.
+		if next := h.VMs.MovedTo(f.UUID); (gone || over) && next != "" && next != host {
+			host = next
+			gone, over = h.leftHost(ctx, host, f, silent)
+		}
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()

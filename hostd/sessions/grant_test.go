@@ -30,13 +30,26 @@ type vmsElsewhere struct {
 	err   error
 	moves bool
 	asked []string
+	// movedTo is where a migration has taken it, and there what that host says.
+	movedTo string
+	there   migrate.Presence
+	dumb    error
 }
 
 func (v *vmsElsewhere) WhereOn(_ context.Context, host string, _ vm.VM) (migrate.Presence, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.asked = append(v.asked, host)
+	if host == v.movedTo {
+		return v.there, v.dumb
+	}
 	return v.is, v.err
+}
+
+func (v *vmsElsewhere) MovedTo(string) string {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.movedTo
 }
 
 func (v *vmsElsewhere) Moves(context.Context, string) bool {
@@ -188,6 +201,48 @@ func TestALastingClaimEndsWithItsVM(t *testing.T) {
 			}
 			if first && c.err == nil {
 				t.Error("it ends at once")
+			}
+		})
+	}
+}
+
+// A migration has taken the VM to another host, which does not reach this one just then, or whose
+// hostd is down: its sessions go on there, and the host that it has left knows nothing of it.
+func TestALastingClaimDoesNotEndWhileItsVMIsWhereAMigrationHasTakenIt(t *testing.T) {
+	for name, c := range map[string]struct {
+		here  error
+		there migrate.Presence
+		dumb  error
+		ends  bool
+	}{
+		"it runs there":                  {there: migrate.Running},
+		"it was left by its former host": {here: fmt.Errorf("h1: %w", endpoint.ErrNoHost), there: migrate.Running},
+		"nobody says":                    {dumb: errors.New("no answer")},
+		"it has ended there":             {there: migrate.Absent, ends: true},
+		"both hosts have left":           {dumb: fmt.Errorf("h2: %w", endpoint.ErrNoHost), here: fmt.Errorf("h1: %w", endpoint.ErrNoHost), ends: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			l, v := newGranter(t)
+			if err := l.grant(webVM, "big", 1<<30, false); err != nil {
+				t.Fatal(err)
+			}
+			v.mu.Lock()
+			v.is, v.err, v.movedTo, v.there, v.dumb = migrate.Absent, c.here, "h2", c.there, c.dumb
+			v.mu.Unlock()
+			look := func() bool {
+				l.host.mu.Lock()
+				k := l.host.claims[endpoint.LastingClaim(webVM.UUID)]
+				f := *k.VM
+				f.looked = time.Time{}
+				if !f.gone.IsZero() {
+					f.gone = f.gone.Add(-2 * vmGrace)
+				}
+				k.VM = &f
+				l.host.mu.Unlock()
+				return !l.host.lasts(t.Context(), k, map[string]bool{})
+			}
+			if first, then := look(), look(); (first || then) != c.ends {
+				t.Errorf("it ends: %v, and %v later", first, then)
 			}
 		})
 	}
