@@ -22,7 +22,7 @@ func (h *Host) bringHome(ctx context.Context) {
 	if h.Cluster.Queue() != clusterv1.QueuePolicy_QUEUE_POLICY_MRQ || !h.Ready() {
 		return
 	}
-	s, c, free := h.away()
+	all, free := h.away()
 	h.mu.Lock()
 	before := h.vacant
 	h.vacant = map[string]bool{}
@@ -30,14 +30,24 @@ func (h *Host) bringHome(ctx context.Context) {
 		h.vacant[g] = true
 	}
 	h.mu.Unlock()
-	if c == nil || !slices.ContainsFunc(free, func(g string) bool { return before[g] }) || h.Cluster.Waits() {
+	if len(all) == 0 || !slices.ContainsFunc(free, func(g string) bool { return before[g] }) || h.Cluster.Waits() {
 		return
 	}
-	claim := c.forCluster(nil)
-	d, err := h.Cluster.Place(ctx, place.Request{Claim: claim, Where: place.AtHome, Limit: 1})
-	if err != nil || !d.OK() {
-		return
+	for _, x := range all {
+		d, err := h.Cluster.Place(ctx, place.Request{Claim: x.claim.forCluster(nil), Where: place.AtHome, Limit: 1})
+		if err != nil {
+			return
+		}
+		if d.OK() { // what fits none of them keeps no younger one away
+			h.bring(ctx, x, d)
+			return
+		}
 	}
+}
+
+// bring moves a session to where the cluster has found a place on this host, or a claim without one.
+func (h *Host) bring(ctx context.Context, x absent, d place.Decision) {
+	s, c := x.session, x.claim
 	var ids []string
 	for _, id := range d.Candidates[0].GPUs() {
 		ids = append(ids, h.nameOf(id))
@@ -51,7 +61,7 @@ func (h *Host) bringHome(ctx context.Context) {
 	tries := h.homing[s.GetId()]
 	h.mu.Unlock()
 	h.Log.Info("session comes home", "session", s.GetId(), "claim", c.ID, "gpu", strings.Join(ids, separator))
-	err = h.swapAs("home", &gpuctlv1.HostSwapRequest{Session: s.GetId(), Verb: gpuctlv1.Verb_VERB_MIGRATE, To: strings.Join(ids, separator)}, func(u *gpuctlv1.OperationUpdate) {
+	err := h.swapAs("home", &gpuctlv1.HostSwapRequest{Session: s.GetId(), Verb: gpuctlv1.Verb_VERB_MIGRATE, To: strings.Join(ids, separator)}, func(u *gpuctlv1.OperationUpdate) {
 		r := u.GetProgress().GetResult()
 		if r == nil || r.GetError() == "" && !r.GetRefused() && !r.GetRolledBack() {
 			return
@@ -69,33 +79,38 @@ func (h *Host) bringHome(ctx context.Context) {
 	}
 }
 
-// away returns the oldest claim whose sessions, or next session, are on a GPU of another
-// host and may come home, with one of these sessions (nil: it has none), and the GPUs of
-// this host of which it could have something.
-func (h *Host) away() (*gpuctlv1.Session, *claim, []string) {
+// absent is a claim whose sessions, or next session, are on a GPU of another host and may come
+// home, with one of these sessions (nil: it has none).
+type absent struct {
+	claim   *claim
+	session *gpuctlv1.Session
+}
+
+// away returns what may come home, the oldest claim first, and the GPUs of this host of which
+// somebody could have something.
+func (h *Host) away() (all []absent, free []string) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	var free []string
 	for _, g := range h.gpus {
 		if room, whole := h.ledger.Room("", g.GetId()); whole || room > 0 {
 			free = append(free, g.GetId())
 		}
 	}
 	if len(free) == 0 {
-		return nil, nil, nil
+		return nil, nil
 	}
-	var best *claim
-	var session *gpuctlv1.Session
 	for _, c := range h.claims {
-		if c.Stays || c.Released || c.Remote != remoteAllowed || best != nil && cmp.Compare(best.Created, c.Created) < 0 {
+		if c.Stays || c.Released || c.Remote != remoteAllowed {
 			continue
 		}
-		s, ok := h.homeless(c)
-		if ok {
-			best, session = c, s
+		if s, ok := h.homeless(c); ok {
+			all = append(all, absent{c, s})
 		}
 	}
-	return session, best, free
+	slices.SortFunc(all, func(a, b absent) int {
+		return cmp.Or(cmp.Compare(a.claim.Created, b.claim.Created), cmp.Compare(a.claim.ID, b.claim.ID))
+	})
+	return all, free
 }
 
 // homeless returns a session of the claim that could come home, and whether the claim has
