@@ -43,6 +43,8 @@ type record struct {
 	Bridge    *pci.Address      `json:"bridge,omitempty"`   // bridge below which the functions were
 	Autoprobe string            `json:"autoprobe,omitempty"`
 	Functions []held            `json:"functions,omitempty"` // functions that are removed from the bus
+
+	away bool // it counts among the cards that are off the bus
 }
 
 // held is a function with its driver.
@@ -250,15 +252,11 @@ func (r *Resetter) busReset(ctx context.Context, bridge pci.Address, on bool) er
 
 // away calls do while the functions are removed from the bus, and drivers are not bound
 // automatically.
-func (j *job) away(ctx context.Context, bridge pci.Address, do func(context.Context) error) error {
+func (j *job) away(ctx context.Context, bridge pci.Address, do func(context.Context) error) (err error) {
 	if !j.exists(j.at(bridge, "rescan")) {
 		return skipf("the bridge %s has no rescan", bridge)
 	}
-	auto, err := j.root.ReadFile(autoprobe)
-	if err != nil {
-		return skipf("drivers cannot be kept off: %v", err)
-	}
-	rec := &record{Bridge: &bridge, Controls: map[string]string{}, Autoprobe: strings.TrimSpace(string(auto))}
+	rec := &record{Bridge: &bridge, Controls: map[string]string{}}
 	if control := j.text(bridge, "power/control"); control != "" {
 		rec.Controls[bridge.String()] = control
 	}
@@ -272,6 +270,14 @@ func (j *job) away(ctx context.Context, bridge pci.Address, do func(context.Cont
 		}
 		rec.Functions = append(rec.Functions, h)
 	}
+	if err := j.leave(rec); err != nil {
+		return skipf("drivers cannot be kept off: %v", err)
+	}
+	defer func() {
+		if rec.away { // it was not restored
+			err = errors.Join(err, j.stay(ctx, rec, errors.Is(err, sysfs.ErrStuck)))
+		}
+	}()
 	return j.with(ctx, rec, func(ctx context.Context) error {
 		if rec.Autoprobe == "1" {
 			if err := j.root.Write(ctx, autoprobe, "0"); err != nil {
@@ -286,6 +292,49 @@ func (j *job) away(ctx context.Context, bridge pci.Address, do func(context.Cont
 		}
 		return do(ctx)
 	})
+}
+
+// leave counts a card among those that are off the bus, and enters into its record what
+// drivers_autoprobe was before the first of them left. It stays off until the last one is back:
+// the kernel would bind drivers to the functions of the others when it finds them.
+func (r *Resetter) leave(rec *record) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.off == 0 {
+		auto, err := r.root.ReadFile(autoprobe)
+		if err != nil {
+			return err
+		}
+		r.probes = strings.TrimSpace(string(auto))
+	}
+	r.off++
+	rec.Autoprobe, rec.away = r.probes, true
+	return nil
+}
+
+// back lets drivers probe again, unless other cards are off the bus.
+func (r *Resetter) back(ctx context.Context, rec *record) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if rec.away {
+		rec.away = false
+		r.off--
+	}
+	if r.off > 0 || rec.Autoprobe != "1" {
+		return nil
+	}
+	return r.root.Write(ctx, autoprobe, "1")
+}
+
+// stay is back for a card that never left, or that is stuck: the latter's record remains, and
+// drivers do not probe for its sake.
+func (r *Resetter) stay(ctx context.Context, rec *record, stuck bool) error {
+	if stuck {
+		rec.Autoprobe = ""
+	}
+	undo, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTime)
+	defer cancel()
+	return r.back(undo, rec)
 }
 
 // with calls do with a record on disk, and restores everything afterwards.
@@ -355,9 +404,7 @@ func (r *Resetter) restore(ctx context.Context, rec *record) error {
 		}
 	}
 	// Not before, because the kernel might bind another driver.
-	if rec.Autoprobe == "1" {
-		note("let drivers probe", r.root.Write(ctx, autoprobe, "1"))
-	}
+	note("let drivers probe", r.back(ctx, rec))
 	for address, control := range rec.Controls {
 		a, err := pci.ParseAddress(address)
 		if err == nil && r.text(a, "power/control") != control {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/gpuctl/gpuctl/passthrough/pci"
@@ -127,6 +128,10 @@ type Resetter struct {
 	ready, attempt, power time.Duration
 	vendor                func(context.Context, *pci.Card) (bool, error)
 	records               string
+
+	mu     sync.Mutex
+	off    int    // cards that are off the bus
+	probes string // drivers_autoprobe before the first of them left
 }
 
 // New returns a Resetter for the host.

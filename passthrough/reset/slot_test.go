@@ -8,10 +8,12 @@ import (
 	"path"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"testing/fstest"
 	"testing/synctest"
+	"time"
 
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 	"github.com/gpuctl/gpuctl/passthrough/pci/pcitest"
@@ -23,6 +25,7 @@ import (
 type slot struct {
 	*sysfstest.Machine
 	t         testing.TB
+	port      string
 	functions []string
 	dead      bool // switch does not work
 	locked    bool // the kernel is locked down: no writing of registers
@@ -31,10 +34,10 @@ type slot struct {
 	hot       int // resets of the bus
 }
 
-const bridgeConfig = dir + port + "/config"
+func (s *slot) config() string { return dir + s.port + "/config" }
 
 func (s *slot) Open(name string) (fs.File, error) {
-	if name == bridgeConfig && !s.Crashed() {
+	if name == s.config() && !s.Crashed() {
 		return fstest.MapFS{"config": {Data: slices.Clone(s.bridge)}}.Open("config")
 	}
 	return s.Machine.Open(name)
@@ -44,7 +47,7 @@ func (s *slot) inReset() bool { return s.bridge[0x3e]&0x40 != 0 }
 
 func (s *slot) Write(ctx context.Context, name, data string) error {
 	switch {
-	case name == bridgeConfig:
+	case name == s.config():
 		if err := s.Step(name); err != nil {
 			return err
 		}
@@ -82,16 +85,26 @@ const port = "0000:00:01.0"
 func newSlot(t testing.TB) *slot {
 	m := sysfstest.New()
 	m.Load(sysfstest.Pciback())
+	s := addSlot(t, m, port, "0000:65:00")
+	m.Load(nvidia())
+	return s
+}
+
+func nvidia() sysfstest.Driver {
+	return sysfstest.Driver{Name: "nvidia", IDs: []sysfstest.ID{{Vendor: 0x10de, Device: sysfstest.Any}}}
+}
+
+// addSlot adds a slot with a card below a root port.
+func addSlot(t testing.TB, m *sysfstest.Machine, port, at string) *slot {
 	m.Add(pcitest.Port(port, "", -1, pci.PortRoot, pcitest.FullACS()))
-	card := pcitest.NVIDIACard("0000:65:00", port, -1, 0)
-	s := &slot{Machine: m, t: t}
+	card := pcitest.NVIDIACard(at, port, -1, 0)
+	s := &slot{Machine: m, t: t, port: port}
 	for i := range card {
 		card[i].Driver, card[i].DriverOverride, card[i].Reset = "pciback", "pciback", ""
 		s.functions = append(s.functions, card[i].Address)
 	}
 	m.Add(card...)
-	m.Load(sysfstest.Driver{Name: "nvidia", IDs: []sysfstest.ID{{Vendor: 0x10de, Device: sysfstest.Any}}})
-	data, err := m.ReadFile(bridgeConfig)
+	data, err := m.ReadFile(s.config())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -101,7 +114,7 @@ func newSlot(t testing.TB) *slot {
 }
 
 func (s *slot) state() string {
-	control, err := s.Machine.ReadFile(dir + port + "/power/control")
+	control, err := s.Machine.ReadFile(dir + s.port + "/power/control")
 	if err != nil {
 		return ""
 	}
@@ -117,7 +130,7 @@ func (s *slot) state() string {
 }
 
 func (s *slot) ReadFile(name string) ([]byte, error) {
-	if name == dir+port+"/power_state" {
+	if name == dir+s.port+"/power_state" {
 		state := s.state()
 		if state == "D3cold\n" {
 			s.cut++
@@ -141,7 +154,7 @@ func (s *slot) right() (wrong []string) {
 	if s.inReset() {
 		wrong = append(wrong, "the bus is in reset")
 	}
-	for name, want := range map[string]string{"sys/bus/pci/drivers_autoprobe": "1\n", dir + port + "/power/control": "on\n"} {
+	for name, want := range map[string]string{"sys/bus/pci/drivers_autoprobe": "1\n", dir + s.port + "/power/control": "on\n"} {
 		if got, _ := s.ReadFile(name); string(got) != want {
 			wrong = append(wrong, name+" is "+string(got))
 		}
@@ -207,4 +220,65 @@ func TestCardWhoseDriverKeepsItAwake(t *testing.T) {
 			})
 		})
 	}
+}
+
+// slots is a machine with two of them. found is called when the card in the first is on the bus again.
+type slots struct {
+	*slot
+	second *slot
+	found  func()
+}
+
+func (s slots) of(name string) *slot {
+	if strings.HasPrefix(name, dir+s.second.port+"/") {
+		return s.second
+	}
+	return s.slot
+}
+
+func (s slots) Open(name string) (fs.File, error)    { return s.of(name).Open(name) }
+func (s slots) ReadFile(name string) ([]byte, error) { return s.of(name).ReadFile(name) }
+
+func (s slots) Write(ctx context.Context, name, data string) error {
+	err := s.of(name).Write(ctx, name, data)
+	if name == dir+port+"/rescan" {
+		s.found()
+	}
+	return err
+}
+
+// A VM with two cards has stopped. The first card that has its drivers again must not let the
+// kernel bind others to the second one, which is off the bus just then.
+func TestTwoCardsThatAreOffTheBusAtTheSameTimeKeepTheirDrivers(t *testing.T) {
+	records := t.TempDir()
+	synctest.Test(t, func(t *testing.T) {
+		m := sysfstest.New()
+		m.Load(nvidia()) // the kernel asks it first
+		m.Load(sysfstest.Pciback())
+		s := slots{slot: addSlot(t, m, port, "0000:65:00"), second: addSlot(t, m, "0000:00:02.0", "0000:66:00")}
+		cards, err := pci.Scan(m)
+		if err != nil || len(cards) != 2 {
+			t.Fatal(cards, err)
+		}
+		var wg sync.WaitGroup
+		var r *reset.Resetter
+		do := func(card *pci.Card) {
+			if result, err := r.Reset(t.Context(), card, nil); err != nil || result.By != reset.Bus {
+				t.Errorf("%s: %s, %v", card.Address, result, err)
+			}
+		}
+		s.found = sync.OnceFunc(func() {
+			wg.Go(func() { do(cards[1]) })
+			time.Sleep(5 * time.Millisecond) // it has left the bus
+		})
+		r = reset.New(s, reset.WithRecords(records))
+		do(cards[0])
+		wg.Wait()
+		if wrong := append(s.slot.right(), s.second.right()...); len(wrong) > 0 {
+			t.Errorf("left behind: %v", wrong)
+		}
+		if left, _ := os.ReadDir(records); len(left) > 0 {
+			t.Errorf("records remain: %v", left)
+		}
+	})
 }
