@@ -465,7 +465,7 @@ func (s *session) dropVendorMem(m *mem) {
 		cl.ReleaseMemObject(m.vendor)
 		m.vendor = 0
 	}
-	if m.parent != nil {
+	if m.kind == memSub { // its bytes are its buffer's; an image in a buffer is mapped in memory of its own
 		return
 	}
 	c := m.ctx

@@ -1,0 +1,40 @@
+package executor
+
+import (
+	"testing"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+)
+
+// What an image in a buffer shows when it is mapped is memory of its own. A program may make and
+// release such images as often as it likes.
+func TestMappedImageOfABufferLeavesNoMemoryBehind(t *testing.T) {
+	const width = 4096
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	b := c.buffer(ctx, 4*width)
+	c.fill(q, b, 4*width, 7)
+	c.call(&wire.Finish{Queue: q})
+	held := func() (n uint64) {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.host.all.Live(func(_, size uint64) { n += size })
+		return n
+	}
+	before := held()
+	for range 4 {
+		img := c.id()
+		c.call(&wire.CreateImage{ID: img, Context: ctx, Order: 0x10B0, Type: 0x10DC, ImageType: cl.MemObjectImage1dBuffer, Width: width, Buffer: b})
+		c.call(&wire.MapImage{Queue: q, Image: img, Blocking: 1, Flags: cl.MapRead, Map: 1, Origin: []uint64{0, 0, 0}, Region: []uint64{width, 1, 1}})
+		c.post(&wire.Unmap{Queue: q, Mem: img, Map: 1})
+		c.post(&wire.Release{ID: img})
+		c.call(&wire.Finish{Queue: q})
+	}
+	if after := held(); after != before {
+		t.Errorf("%d bytes were held before four images were mapped and released, %d are now", before, after)
+	}
+	equal(t, c.read(q, b, 4*width), 7)
+}
