@@ -168,7 +168,7 @@ func (s *session) enqueue(c call, m wire.Request, queueID, eventID uint32, wait 
 		if data != nil { // it has the pointer of a mapping, which an error would hide
 			told = nil
 		}
-		o = s.waitThen(c, told, []cl.Event{ev}, func() []byte {
+		o = s.waitThen(c, told, []cl.Event{ev}, cl.Success, func() []byte {
 			if q.inOrder() { // the earlier commands have ended, too
 				q.idle = max(q.idle, n)
 				s.gateIfIdle()

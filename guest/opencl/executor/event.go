@@ -1,6 +1,7 @@
 package executor
 
 import (
+	"cmp"
 	"context"
 	"time"
 
@@ -218,19 +219,19 @@ func (s *session) waitEvents(c call, m *wire.WaitEvents) (outcome, error) {
 		return s.park(c, m, nil, 0, m.Wait)
 	}
 	evs := append([]cl.Event(nil), s.waits(m.Wait)...)
-	if failed {
-		return done(cl.ExecStatusErrorForEventsInWaitList), nil
+	if failed { // the others are waited for all the same: the application may free what they use
+		st = cl.ExecStatusErrorForEventsInWaitList
 	}
 	if len(evs) == 0 {
 		s.settleAll()
-		return done(cl.Success), nil
+		return done(st), nil
 	}
 	e := s.timedAlone(m.Wait)
 	if e == nil {
-		return s.waitThen(c, nil, evs, func() []byte { return nil }), nil
+		return s.waitThen(c, nil, evs, st, func() []byte { return nil }), nil
 	}
 	e.users++ // it may be released in the meantime
-	return s.waitThen(c, nil, evs, func() (times []byte) {
+	return s.waitThen(c, nil, evs, st, func() (times []byte) {
 		if t, st := s.stamps(e); st == cl.Success {
 			times = u64s(t[:]...)
 		}
@@ -255,13 +256,14 @@ func (s *session) timedAlone(wait []uint32) *event {
 }
 
 // waitThen waits for vendor events without the lock, and then answers the call with the
-// result of then, or with the error of an earlier command of q, if q is not nil.
-func (s *session) waitThen(c call, q *queue, evs []cl.Event, then func() []byte) outcome {
+// result of then, or with the error of an earlier command of q, if q is not nil. known is the
+// error of what has ended before.
+func (s *session) waitThen(c call, q *queue, evs []cl.Event, known cl.Status, then func() []byte) outcome {
 	for _, e := range evs {
 		cl.RetainEvent(e)
 	}
 	return later(func(back func()) {
-		st := cl.WaitForEvents(evs)
+		st := cmp.Or(known, cl.WaitForEvents(evs))
 		s.out.deliver(s.stop)
 		back()
 		s.mu.Lock()
