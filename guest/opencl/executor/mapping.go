@@ -283,13 +283,18 @@ func (s *session) mapping(c call, m wire.Request, queueID, eventID uint32, wait 
 	case out.parked, out.after != nil: // answered when it was parked, or when the wait ends
 	case out.status != cl.Success:
 		if mp != nil {
-			delete(o.maps, mp.ID)
+			shown := mp.shownFirst()
+			if s.redo != nil && !blocking { // the application has the pointer already, and will give it back
+				mp.Flags &^= cl.MapWrite | cl.MapWriteInvalidateRegion
+			} else {
+				delete(o.maps, mp.ID)
+			}
 			if s.far != nil {
 				root, _ := o.hostRoot()
 				root.mapFailed.Store(true)
 				root.markAll() // what is on its way may be left out already
 			}
-			if mp.shownFirst() { // a carrier waits for each that it is told of
+			if shown { // a carrier waits for each that it is told of
 				s.showOf(o.block(mp), o, mp)
 			}
 		}

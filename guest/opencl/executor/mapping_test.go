@@ -38,3 +38,28 @@ func TestMappedImageOfABufferLeavesNoMemoryBehind(t *testing.T) {
 	}
 	equal(t, c.read(q, b, 4*width), 7)
 }
+
+// A map command that waits for an event of the application fails with it. The application has the
+// pointer all the same, and gives it back.
+func TestRegionWhoseMapFailedIsUnmapped(t *testing.T) {
+	const size = 1 << 20
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	b, gate, mapped := c.buffer(ctx, size), c.id(), c.id()
+	c.fill(q, b, size, 3)
+	c.post(&wire.CreateUserEvent{ID: gate, Context: ctx})
+	c.call(&wire.MapBuffer{Queue: q, Mem: b, Flags: cl.MapRead | cl.MapWrite, Size: size, Map: 1, Event: mapped, Wait: []uint32{gate}})
+	c.post(&wire.SetUserEvent{Event: gate, Status: -7})
+	c.post(&wire.Unmap{Queue: q, Mem: b, Map: 1})
+	if st, _ := c.answer(c.start(&wire.Finish{Queue: q})); st != cl.Success {
+		t.Errorf("finish after a region was unmapped whose map failed: %v", st)
+	}
+	equal(t, c.read(q, b, size), 3)
+	inside(s, b, func(m *mem) {
+		if m.isMapped() {
+			t.Error("the buffer counts as mapped")
+		}
+	})
+}

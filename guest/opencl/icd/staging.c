@@ -527,6 +527,17 @@ static bool overtakes(const struct pend *p, bool asked)
 	return false;
 }
 
+/* write_nothing keeps a map that has failed from being written when it is unmapped: what the application has is older than
+ * the object. */
+static void write_nothing(cl_mem mem, uint32_t map)
+{
+	gx_lock_take(&S.misc);
+	for (struct map *m = mem->maps; m; m = m->next)
+		if (m->id == map)
+			m->flags &= ~(cl_map_flags)(CL_MAP_WRITE | CL_MAP_WRITE_INVALIDATE_REGION);
+	gx_lock_drop(&S.misc);
+}
+
 void gx_reap_slow(unsigned max)
 {
 	struct { uint64_t off, len; } done[32];
@@ -580,6 +591,8 @@ void gx_reap_slow(unsigned max)
 				}
 				if (!lost && st == CL_COMPLETE)
 					gx_map_in(&p->map);
+				else if (!lost)
+					write_nothing(p->mem, p->map.id);
 				evs[nev++] = p->ev;
 			}
 			pend_cut(at);

@@ -258,6 +258,28 @@ static void old_word_comes_late(void)
 	end(a);
 }
 
+/* What a map that has failed was to bring is not in the application's memory. It is not sent back. */
+static void *fails(void *arg)
+{
+	cl_int err;
+	memset(host[0], 1, N);
+	CHECK(CALL(clEnqueueMapBuffer, q, mems[0], CL_FALSE, CL_MAP_READ | CL_MAP_WRITE, 0, N, 0, NULL, &evs[0], &err) == host[0]);
+	finish();
+	unmap(0);
+	return arg;
+}
+
+static void failed_map_is_not_sent(void)
+{
+	pthread_t a = go(fails);
+	struct request asked = until(GX_EVENT_STATUS);
+	memset(mapped(maps), 2, N);
+	is(&asked, CL_EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST);
+	until(GX_UNMAP);
+	end(a);
+	CHECK(all(mapped(maps), 2));
+}
+
 int main(void)
 {
 	gx_enter(); /* sets up what a forked child sets up */
@@ -275,5 +297,6 @@ int main(void)
 	map_ends_after_it_was_asked();
 	map_ends_after_the_read();
 	old_word_comes_late();
+	failed_map_is_not_sent();
 	return 0;
 }
