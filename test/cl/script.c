@@ -61,6 +61,7 @@ struct mem {
     cl_mem m;
     int ctx, image; /* image: bytes of an element, 0 for a buffer */
     bool view;      /* an image of a buffer, which shows the content */
+    bool lines;     /* a 1D array */
     cl_mem_flags flags;
     size_t size, r[3];
     char *host;
@@ -286,17 +287,19 @@ static void run(struct line *l) {
         cl_buffer_region r = {a[2], a[3]};
         mem[a[0]] = (struct mem){.ctx = p->ctx, .flags = p->flags, .size = a[3]};
         mem[a[0]].m = clCreateSubBuffer(p->m, 0, CL_BUFFER_CREATE_TYPE_REGION, &r, &e);
-    } else if (IS("img")) { /* img I C flags type format w h d seed; format 0 RGBA8UI, 1 R32UI; 2D arrays have d layers */
+    } else if (IS("img")) { /* img I C flags type format w h d seed; format 0 RGBA8UI, 1 R32UI; 2D arrays have d layers, 1D arrays h */
         struct mem *m = &mem[a[0]];
         cl_image_format f = {a[4] ? CL_R : CL_RGBA, a[4] ? CL_UNSIGNED_INT32 : CL_UNSIGNED_INT8};
         cl_image_desc d = {.image_type = (cl_mem_object_type)a[3], .image_width = a[5]};
-        if (a[3] != CL_MEM_OBJECT_IMAGE1D)
+        if (a[3] == CL_MEM_OBJECT_IMAGE1D_ARRAY)
+            d.image_array_size = a[6];
+        else if (a[3] != CL_MEM_OBJECT_IMAGE1D)
             d.image_height = a[6];
         if (a[3] == CL_MEM_OBJECT_IMAGE3D)
             d.image_depth = a[7];
         if (a[3] == CL_MEM_OBJECT_IMAGE2D_ARRAY)
             d.image_array_size = a[7];
-        *m = (struct mem){.ctx = (int)a[1], .image = 4, .flags = a[2], .size = a[5] * a[6] * a[7] * 4, .r = {a[5], a[6], a[7]}};
+        *m = (struct mem){.ctx = (int)a[1], .image = 4, .flags = a[2], .size = a[5] * a[6] * a[7] * 4, .r = {a[5], a[6], a[7]}, .lines = a[3] == CL_MEM_OBJECT_IMAGE1D_ARRAY};
         if (a[2] & (CL_MEM_USE_HOST_PTR | CL_MEM_COPY_HOST_PTR))
             pattern(m->host = memory(m->size), m->size, (uint32_t)a[8]);
         m->m = clCreateImage(ctx[a[1]], a[2], &f, &d, m->host, &e);
@@ -400,6 +403,8 @@ static void run(struct line *l) {
         size_t o[3] = {a[4], a[5], a[6]}, r[3] = {a[7], a[8], a[9]};
         *m = (struct map){.size = r[0] * 4, .rows = r[1], .slices = r[2], .mem = (int)a[1], .image = true};
         m->p = clEnqueueMapImage(q, mem[a[1]].m, (cl_bool)a[10], a[3], o, r, &m->row, &m->slice, n, wl, ev, &e);
+        if (mem[a[1]].lines) /* which are a slice apart */
+            m->row = m->slice;
     } else if (IS("mw") && a[4]) { /* mw M seed 0 off n: n bytes of a buffer's region */
         for (size_t i = a[3]; i < a[3] + a[4]; i++)
             ((cl_uchar *)map[a[0]].p)[i] = (cl_uchar)(((cl_uchar *)map[a[0]].p)[i] * 3u + a[1]);

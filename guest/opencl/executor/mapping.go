@@ -264,8 +264,8 @@ func (m *mem) transferPitches() (row, slice uint64) {
 	switch m.desc.Type {
 	case cl.MemObjectImage1d, cl.MemObjectImage1dBuffer, cl.MemObjectImage2d:
 		slice = 0
-	case cl.MemObjectImage1dArray:
-		row, slice = 0, row
+	case cl.MemObjectImage1dArray: // PoCL takes the one, other runtimes the other
+		slice = row
 	}
 	return row, slice
 }

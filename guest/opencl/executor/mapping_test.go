@@ -1,6 +1,7 @@
 package executor
 
 import (
+	"encoding/binary"
 	"testing"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
@@ -62,4 +63,42 @@ func TestRegionWhoseMapFailedIsUnmapped(t *testing.T) {
 			t.Error("the buffer counts as mapped")
 		}
 	})
+}
+
+// The images of a one-dimensional array are a slice apart, also where a part of each is mapped.
+func TestMappedPartOfAnArrayOfLinesIsWhereTheApplicationLooks(t *testing.T) {
+	const width, images = 40, 9
+	c := newClient(t)
+	c.executor(1).activate()
+	ctx, q, _ := c.setup(0)
+	img := c.id()
+	c.call(&wire.CreateImage{ID: img, Context: ctx, Flags: cl.MemReadWrite, Order: 0x10B0, Type: 0x10DC, ImageType: cl.MemObjectImage1dArray, Width: width, ArraySize: images})
+	for i := range width * images {
+		binary.LittleEndian.PutUint32(c.arena.Bytes()[c.stage+4*uint64(i):], uint32(i))
+	}
+	whole := []uint64{width, images, 1}
+	c.call(&wire.WriteImage{Queue: q, Image: img, Blocking: 1, Origin: []uint64{0, 0, 0}, Region: whole, Mode: wire.DataStaged, StageOff: c.stage, StageLen: 4 * width * images})
+
+	b := c.call(&wire.MapImage{Queue: q, Image: img, Blocking: 1, Flags: cl.MapRead | cl.MapWrite, Map: 1, Origin: []uint64{5, 2, 0}, Region: []uint64{30, 5, 1}})
+	at, slice := le64(b), le64(b[16:])
+	for y := range uint64(5) {
+		for x := range uint64(30) {
+			p := c.arena.Bytes()[at+y*slice+4*x:]
+			if got, want := binary.LittleEndian.Uint32(p), uint32((2+y)*width+5+x); got != want {
+				t.Fatalf("pixel %d of image %d is %d where it is mapped, not %d", 5+x, 2+y, got, want)
+			}
+			binary.LittleEndian.PutUint32(p, uint32(1000*y+x))
+		}
+	}
+	c.post(&wire.Unmap{Queue: q, Mem: img, Map: 1})
+	c.call(&wire.ReadImage{Queue: q, Image: img, Blocking: 1, Origin: []uint64{0, 0, 0}, Region: whole, Mode: wire.DataStaged, StageOff: c.stage, StageLen: 4 * width * images})
+	for i := range uint64(width * images) {
+		x, y, want := i%width, i/width, uint32(i)
+		if x >= 5 && x < 35 && y >= 2 && y < 7 {
+			want = uint32(1000*(y-2) + x - 5)
+		}
+		if got := binary.LittleEndian.Uint32(c.arena.Bytes()[c.stage+4*i:]); got != want {
+			t.Fatalf("pixel %d of image %d is %d after the part was unmapped, not %d", x, y, got, want)
+		}
+	}
 }
