@@ -73,7 +73,7 @@ CL_API_ENTRY cl_int CL_API_CALL clWaitForEvents(cl_uint n, const cl_event *list)
 		else if (list[i]->ctx != list[0]->ctx)
 			return CL_INVALID_CONTEXT;
 	cl_int err = CL_SUCCESS;
-	for (cl_uint i = 0; i < n && !err;) { /* a request has room for a few thousand ids */
+	for (cl_uint i = 0; i < n;) { /* a request has room for a few thousand ids; all are waited for, also after an error */
 		uint32_t ids[1024], k = 0;
 		cl_uint from = i;
 		for (; i < n && k < COUNT(ids); i++) {
@@ -96,7 +96,7 @@ CL_API_ENTRY cl_int CL_API_CALL clWaitForEvents(cl_uint n, const cl_event *list)
 			if (!e && !err)
 				for (cl_uint j = from; j < i; j++)
 					atomic_store(&list[j]->status, CL_COMPLETE);
-			if (e)
+			if (!err)
 				err = e;
 		}
 	}

@@ -50,7 +50,8 @@ static void reply(const struct request *r, const void *data, uint32_t len)
 	memset(s + GX_SLOT_ERR, 0, GX_SLOT_DATA - GX_SLOT_ERR);
 	memcpy(s + GX_SLOT_LEN, &len, 4);
 	memcpy(s + GX_SLOT_TOTAL, &total, 8);
-	memcpy(s + GX_SLOT_DATA, data, len);
+	if (len)
+		memcpy(s + GX_SLOT_DATA, data, len);
 	if (atomic_exchange(gx_slot_word(r->slot, GX_SLOT_STATE), GX_SLOT_DONE) == GX_SLOT_ASLEEP)
 		gx_futex_wake(gx_slot_word(r->slot, GX_SLOT_STATE), 1);
 }
@@ -92,6 +93,7 @@ static cl_command_queue q;
 static uint8_t host[2][N] __attribute__((aligned(64))), apart[N];
 static cl_mem mems[2], plain;
 static cl_event evs[2];
+static _Atomic bool over;
 
 static bool all(const uint8_t *p, int value)
 {
@@ -280,6 +282,34 @@ static void failed_map_is_not_sent(void)
 	CHECK(all(mapped(maps), 2));
 }
 
+/* A wait for more events than a request has room for, of which the first has failed. */
+static void *waits_for_many(void *arg)
+{
+	enum { MANY = 1026 };
+	static cl_event many[MANY];
+	cl_int err;
+	CHECK((many[0] = CALL(clCreateUserEvent, ctx, &err)));
+	CHECK(!CALL(clSetUserEventStatus, many[0], -5));
+	for (int i = 1; i < MANY; i++)
+		CHECK(!CALL(clEnqueueMarkerWithWaitList, q, 0, NULL, &many[i]));
+	CHECK(CALL(clWaitForEvents, MANY, many) == CL_EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST);
+	atomic_store(&over, true);
+	return arg;
+}
+
+static void all_are_waited_for(void)
+{
+	pthread_t a = go(waits_for_many);
+	struct request asked = until(GX_WAIT_EVENTS);
+	reply(&asked, NULL, 0);
+	for (uint64_t head = atomic_load(gx_word64(GX_HDR_HEAD)); atomic_load(gx_word64(GX_HDR_TAIL)) == head; sched_yield())
+		CHECK(!atomic_load(&over));
+	asked = until(GX_WAIT_EVENTS);
+	CHECK(!atomic_load(&over));
+	reply(&asked, NULL, 0);
+	end(a);
+}
+
 int main(void)
 {
 	gx_enter(); /* sets up what a forked child sets up */
@@ -298,5 +328,6 @@ int main(void)
 	map_ends_after_the_read();
 	old_word_comes_late();
 	failed_map_is_not_sent();
+	all_are_waited_for();
 	return 0;
 }
