@@ -283,18 +283,13 @@ func (s *session) mapping(c call, m wire.Request, queueID, eventID uint32, wait 
 	case out.parked, out.after != nil: // answered when it was parked, or when the wait ends
 	case out.status != cl.Success:
 		if mp != nil {
-			shown := mp.shownFirst()
-			if s.redo != nil && !blocking { // the application has the pointer already, and will give it back
-				mp.Flags &^= cl.MapWrite | cl.MapWriteInvalidateRegion
-			} else {
-				delete(o.maps, mp.ID)
-			}
+			delete(o.maps, mp.ID)
 			if s.far != nil {
 				root, _ := o.hostRoot()
 				root.mapFailed.Store(true)
 				root.markAll() // what is on its way may be left out already
 			}
-			if shown { // a carrier waits for each that it is told of
+			if mp.shownFirst() { // a carrier waits for each that it is told of
 				s.showOf(o.block(mp), o, mp)
 			}
 		}
@@ -310,8 +305,8 @@ func (s *session) unmap(x *cmd, r *wire.Unmap) (cl.Status, error) {
 		return cl.InvalidMemObject, nil
 	}
 	mp := m.maps[r.Map]
-	if mp == nil {
-		return cl.InvalidValue, nil
+	if mp == nil { // its map command has failed, and the application gives the pointer back that it has all the same
+		return x.marker(), nil
 	}
 	delete(m.maps, r.Map)
 	if mp.told {
