@@ -346,7 +346,7 @@ func (s *session) tellMaps() (told bool) {
 			for _, mp := range m.maps {
 				if mp.unseen || !ends[mp] {
 					s.mapped(m, mp)
-					told, mp.told = true, ends[mp] && s.far.names.Load()
+					told, mp.told = true, ends[mp]
 				}
 			}
 		}
@@ -398,6 +398,14 @@ func (s *session) showOf(b remote.Block, m *mem, mp *mapping) {
 		s.far.post(remote.KindBlock, x.Append(nil), x.Bytes(s.arena.Bytes()), x.Tight())
 		return nil
 	})
+}
+
+// isOver tells the carrier that a mapping is over, if it does not see that itself: it would send what
+// it has of the region, and keep contents from there.
+func (s *session) isOver(m *mem, mp *mapping) {
+	if s.far != nil && s.far.names.Load() {
+		s.far.post(remote.KindUnmapped, remote.Words(remote.MappingName(m.id, mp.ID)), nil, false)
+	}
 }
 
 // mapped tells the carrier of a mapping, so that it sends what the application has written

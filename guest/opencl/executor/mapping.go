@@ -292,6 +292,7 @@ func (s *session) mapping(c call, m wire.Request, queueID, eventID uint32, wait 
 			if mp.shownFirst() { // a carrier waits for each that it is told of
 				s.showOf(o.block(mp), o, mp)
 			}
+			s.isOver(o, mp)
 		}
 	default:
 		out.data = data
@@ -310,7 +311,7 @@ func (s *session) unmap(x *cmd, r *wire.Unmap) (cl.Status, error) {
 	}
 	delete(m.maps, r.Map)
 	if mp.told {
-		s.far.post(remote.KindUnmapped, remote.Words(remote.MappingName(m.id, mp.ID)), nil, false)
+		s.isOver(m, mp)
 	}
 	root, base := m.hostRoot()
 	// Drivers take little data when a write of it is enqueued: of a region that is still to be
