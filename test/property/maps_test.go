@@ -47,28 +47,26 @@ func (g *generator) region(m *mapping, o *object) (moff, off, rows, row, pitch i
 // into reads to a part of a mapped region, which stays mapped.
 func (g *generator) into(th int) {
 	m, ok := pick(g, g.maps, func(m *mapping) bool { return m.o.root.owner == th && m.write && m.size > 0 && !m.fresh })
-	if !ok {
-		return
+	if ok {
+		g.exchange(th, m, true)
 	}
-	o, ok := g.object(th, m.o.ctx, false, func(o *object) bool { return isBuffer(o) && o.flags&(hostWriteOnly|hostNone) == 0 })
-	if !ok {
-		return
-	}
-	q, ok := g.queue(th, m.o.ctx, nil)
-	if !ok {
-		return
-	}
-	moff, off, rows, row, pitch := g.region(m, o)
-	g.moved(th, m, q, []*root{o.root}, []*root{m.o.root}, "into %d %d %d %d %d %d %d %d", q.id, o.id, off, m.id, moff, rows, row, pitch)
 }
 
 // from writes a part of a mapped region to a buffer.
 func (g *generator) from(th int) {
 	m, ok := pick(g, g.maps, func(m *mapping) bool { return m.o.root.owner == th && m.size > 0 && !m.fresh })
-	if !ok || !g.ready(th, m) {
-		return
+	if ok && g.ready(th, m) {
+		g.exchange(th, m, false)
 	}
-	o, ok := g.object(th, m.o.ctx, true, func(o *object) bool { return isBuffer(o) && o.flags&(hostReadOnly|hostNone) == 0 })
+}
+
+// exchange moves bytes between a part of a mapped region and a buffer.
+func (g *generator) exchange(th int, m *mapping, into bool) {
+	word, bad := "from", hostReadOnly|hostNone
+	if into {
+		word, bad = "into", hostWriteOnly|hostNone
+	}
+	o, ok := g.object(th, m.o.ctx, !into, func(o *object) bool { return isBuffer(o) && o.flags&bad == 0 })
 	if !ok {
 		return
 	}
@@ -76,8 +74,12 @@ func (g *generator) from(th int) {
 	if !ok {
 		return
 	}
+	reads, writes := []*root{m.o.root}, []*root{o.root}
+	if into {
+		reads, writes = writes, reads
+	}
 	moff, off, rows, row, pitch := g.region(m, o)
-	g.moved(th, m, q, []*root{m.o.root}, []*root{o.root}, "from %d %d %d %d %d %d %d %d", q.id, o.id, off, m.id, moff, rows, row, pitch)
+	g.moved(th, m, q, reads, writes, word+" %d %d %d %d %d %d %d %d", q.id, o.id, off, m.id, moff, rows, row, pitch)
 }
 
 // moved adds a transfer between a buffer and a mapped region, which the application then uses when

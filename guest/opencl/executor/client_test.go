@@ -221,6 +221,29 @@ func (c *client) read(q, b uint32, size uint64) []uint32 {
 	return out
 }
 
+// spin launches a kernel that runs until end is called, and writes 5 to the second word of b then.
+func (c *client) spin(s *session, ctx, q, b, event uint32) (end func()) {
+	c.t.Helper()
+	p, k := c.program(ctx, "kernel void until(volatile global uint *a) { while (!a[0]) ; a[1] = 5; }"), c.id()
+	c.call(&wire.BuildProgram{Program: p})
+	c.call(&wire.CreateKernel{ID: k, Program: p, Name: []byte("until")})
+	c.fill(q, b, 4096, 0)
+	c.call(&wire.Finish{Queue: q})
+	var word *uint32
+	inside(s, b, func(m *mem) { word = c.arena.Word32(m.arena) })
+	c.post(&wire.SetArg{Kernel: k, Index: 0, Kind: wire.ArgMem, Object: b, Size: 8})
+	c.post(&wire.Ndrange{Queue: q, Kernel: k, Dims: 1, Glob0: 1, Event: event})
+	c.call(&wire.Flush{Queue: q})
+	return func() { atomic.StoreUint32(word, 1) }
+}
+
+// answeredWithin reports whether an answer comes within a time.
+func (c *client) answeredWithin(slot uint16, d time.Duration) bool {
+	ctx, cancel := context.WithTimeout(c.ctx, d)
+	defer cancel()
+	return testkit.Poll(ctx, "an answer", func() error { return testkit.Want(c.answered(slot)) }) == nil
+}
+
 // swap moves the session to another executor, as gpuguest does.
 func (c *client) swap(from, to *session) {
 	c.t.Helper()

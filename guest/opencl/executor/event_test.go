@@ -3,7 +3,6 @@ package executor
 import (
 	"bytes"
 	"errors"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -123,27 +122,14 @@ func TestWaitForAFailedEventWaitsForTheOthersToo(t *testing.T) {
 	s := c.executor(1)
 	s.activate()
 	ctx, q, _ := c.setup(0)
-	k, b, gate, failed, runs := c.id(), c.buffer(ctx, 4096), c.id(), c.id(), c.id()
-	p := c.program(ctx, "kernel void until(volatile global uint *a) { while (!a[0]) ; a[1] = 5; }")
-	c.call(&wire.BuildProgram{Program: p})
-	c.call(&wire.CreateKernel{ID: k, Program: p, Name: []byte("until")})
-	c.fill(q, b, 4096, 0)
-	c.call(&wire.Finish{Queue: q})
-	var word *uint32
-	inside(s, b, func(m *mem) { word = c.arena.Word32(m.arena) })
-
-	c.post(&wire.SetArg{Kernel: k, Index: 0, Kind: wire.ArgMem, Object: b, Size: 8})
-	c.post(&wire.Ndrange{Queue: q, Kernel: k, Dims: 1, Glob0: 1, Event: runs})
-	c.call(&wire.Flush{Queue: q})
+	b, gate, failed, runs := c.buffer(ctx, 4096), c.id(), c.id(), c.id()
+	end := c.spin(s, ctx, q, b, runs)
 	c.post(&wire.CreateUserEvent{ID: gate, Context: ctx})
 	c.post(&wire.Marker{Queue: q, Event: failed, Wait: []uint32{gate}})
 	c.post(&wire.SetUserEvent{Event: gate, Status: -7})
 	slot := c.start(&wire.WaitEvents{Wait: []uint32{failed, runs}})
-	for end := time.Now().Add(time.Second); !c.answered(slot) && time.Now().Before(end); {
-		time.Sleep(time.Millisecond)
-	}
-	early := c.answered(slot)
-	atomic.StoreUint32(word, 1)
+	early := c.answeredWithin(slot, time.Second)
+	end()
 	if st, _ := c.answer(slot); st != cl.ExecStatusErrorForEventsInWaitList || early {
 		t.Errorf("a wait for a command that has failed and one that runs: %v, while that ran: %v", st, early)
 	}

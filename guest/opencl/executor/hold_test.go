@@ -1,7 +1,6 @@
 package executor
 
 import (
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -100,26 +99,13 @@ func TestReleasedQueueWhoseKernelRunsKeepsNobodyWaiting(t *testing.T) {
 	s := c.executor(1)
 	s.activate()
 	ctx, other, _ := c.setup(0)
-	q, k, b := c.id(), c.id(), c.buffer(ctx, 4096)
+	q, b := c.id(), c.buffer(ctx, 4096)
 	c.call(&wire.CreateQueue{ID: q, Context: ctx, Device: 1})
-	p := c.program(ctx, "kernel void until(volatile global uint *a) { while (!a[0]) ; a[1] = 5; }")
-	c.call(&wire.BuildProgram{Program: p})
-	c.call(&wire.CreateKernel{ID: k, Program: p, Name: []byte("until")})
-	c.fill(q, b, 4096, 0)
-	c.call(&wire.Finish{Queue: q})
-	var word *uint32
-	inside(s, b, func(m *mem) { word = c.arena.Word32(m.arena) })
-
-	c.post(&wire.SetArg{Kernel: k, Index: 0, Kind: wire.ArgMem, Object: b, Size: 8})
-	c.post(&wire.Ndrange{Queue: q, Kernel: k, Dims: 1, Glob0: 1})
-	c.call(&wire.Flush{Queue: q})
+	end := c.spin(s, ctx, q, b, 0)
 	c.post(&wire.Release{ID: q})
 	slot := c.start(&wire.Finish{Queue: other})
-	for end := time.Now().Add(10 * time.Second); !c.answered(slot) && time.Now().Before(end); {
-		time.Sleep(time.Millisecond)
-	}
-	answered := c.answered(slot)
-	atomic.StoreUint32(word, 1)
+	answered := c.answeredWithin(slot, 10*time.Second)
+	end()
 	if st, _ := c.answer(slot); st != cl.Success || !answered {
 		t.Errorf("finish of another queue: %v, while the kernel ran: %v", st, answered)
 	}
