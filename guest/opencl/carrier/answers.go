@@ -60,7 +60,7 @@ func (c *carrier) placeCommand(kind uint16, head []byte, n int) ([]byte, error) 
 	c.showing = span{} // it comes again, on a new connection
 	c.changed.Broadcast()
 	c.awaitStored(&x)
-	c.showing = span{x.At, x.End() - x.At}
+	c.showing = around(&x)
 	if x.Tight() {
 		return x.Bytes(c.arena.Bytes()), nil
 	}
@@ -397,7 +397,7 @@ func (c *carrier) freed(x span) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for k, m := range c.mappings { // of an object that was released and is never unmapped
-		if x.meets(span{m.Block.At, m.Block.End() - m.Block.At}) {
+		if x.meets(around(&m.Block)) {
 			delete(c.mappings, k)
 			c.forget(k)
 		}

@@ -127,6 +127,9 @@ type mapKey struct{ mem, id uint32 }
 
 type span struct{ off, size uint64 }
 
+// around returns the range from a block's first byte to its last one, with the gaps between its rows.
+func around(b *remote.Block) span { return span{b.At, b.End() - b.At} }
+
 func (s span) meets(o span) bool { return s.off < o.off+o.size && o.off < s.off+s.size }
 
 // Main runs a carrier until it retires, the connection is lost for too long, or ctx ends.

@@ -222,7 +222,7 @@ func (c *carrier) endStore() {
 
 // awaitStored waits until no older bytes are being read to a block. The caller holds c.mu.
 func (c *carrier) awaitStored(b *remote.Block) {
-	for c.storing.meets(span{b.At, b.End() - b.At}) && !c.over() {
+	for c.storing.meets(around(b)) && !c.over() {
 		c.changed.Wait()
 	}
 }

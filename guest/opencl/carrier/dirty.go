@@ -91,7 +91,7 @@ func (c *carrier) differs(x span, but *shown) {
 // other. The caller holds c.mu.
 func (c *carrier) isHidden(x span) (hidden bool) {
 	for k, m := range c.mappings {
-		if !x.meets(span{m.Block.At, m.Block.End() - m.Block.At}) {
+		if !x.meets(around(&m.Block)) {
 			continue
 		}
 		if s := c.shown[k]; s == nil || !s.hidden() {
@@ -136,7 +136,7 @@ func (c *carrier) shows(x *remote.Block, body []byte) {
 	}
 	c.current = s
 	if s == nil || !c.named {
-		c.differs(span{x.At, x.End() - x.At}, s)
+		c.differs(around(x), s)
 	}
 	exact := s != nil && s.exact && !s.gone
 	c.mu.Unlock()

@@ -279,7 +279,7 @@ func (c *carrier) expect(slot uint16, pend uint32, off, n uint64) {
 // executor's arena. The caller holds c.mu.
 func (c *carrier) comes(x *remote.Block) bool {
 	for k, r := range c.reads {
-		if k < wire.PendCount && (span{r[0], r[1]}).meets(span{x.At, x.End() - x.At}) {
+		if k < wire.PendCount && (span{r[0], r[1]}).meets(around(x)) {
 			return true
 		}
 	}
