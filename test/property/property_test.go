@@ -460,7 +460,9 @@ func (r *runner) check(ctx context.Context, script string) error {
 		}
 		return fmt.Errorf("undisturbed: %w\n%s", wrong, want)
 	}
-	if os.Getenv("GPUCTL_PROPERTY_NATIVE") != "" {
+	// A card's driver takes the bytes of a small write when it is enqueued, also of one whose
+	// source a read before it is still to bring, and writes back a region whose map has failed.
+	if os.Getenv("GPUCTL_PROPERTY_NATIVE") != "" && !r.cards {
 		switch native, err := r.natively(ctx, script); {
 		case err != nil || unexpected(native) != nil:
 			return fmt.Errorf("%w: natively: %w\n%s", errVendor, errors.Join(err, unexpected(native)), native)
@@ -546,7 +548,10 @@ func commandsUseMappedRegions(t *testing.T) {
 			t.Fatal(err)
 		}
 		for range 2 {
-			if err := r.check(t.Context(), string(b)); err != nil {
+			switch err := r.check(t.Context(), string(b)); {
+			case errors.Is(err, errVendor) && r.cards: // they were found on PoCL
+				t.Log(f, err)
+			case err != nil:
 				t.Errorf("%s: %v", f, err)
 			}
 		}
