@@ -312,10 +312,20 @@ func (g *Guest) plug(ctx context.Context, verb, address string) error {
 	return err
 }
 
-// Migrate moves the guest live to another host.
+// Migrate moves the guest live to another host. libxl gives a guest a minute to suspend
+// and leaves it where it is if it takes longer, as it may on hosts that have a quota; then
+// it is tried once more.
 func (g *Guest) Migrate(ctx context.Context, to *lab.Host) error {
 	g.hangUp()
-	if _, err := Virsh(ctx, g.host, "migrate", "--live", g.Name, "xen+tcp://"+to.Name+"/system"); err != nil {
+	move := func() error {
+		_, err := Virsh(ctx, g.host, "migrate", "--live", g.Name, "xen+tcp://"+to.Name+"/system")
+		return err
+	}
+	err := move()
+	if err != nil && strings.Contains(err.Error(), "Failed to send migration data") && g.WaitReady(ctx) == nil {
+		err = move()
+	}
+	if err != nil {
 		return err
 	}
 	g.Moved(to)
