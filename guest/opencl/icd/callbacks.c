@@ -72,6 +72,9 @@ static void deliver(uint32_t token, int32_t status)
 		gx_unlink(p);
 		break;
 	}
+	case CBK_MAP: /* what it has brought has been copied */
+		gx_unlink(c.obj);
+		break;
 	case CBK_MEM:
 		for (struct notify *n = c.user, *next; n; n = next) {
 			next = n->next;

@@ -317,7 +317,8 @@ static inline uint64_t gx_layout_bytes(const struct layout *l) { return l->width
 cl_int gx_pend_add(const struct layout *read, uint64_t off, uint64_t len, uint32_t *word); /* read NULL: only free the memory when done; len 0: there is none to free */
 void gx_pend_cancel(uint32_t word); /* the request was never sent */
 cl_int gx_pend_map(cl_mem mem, const struct map *m, cl_event ev);
-bool gx_pend_forget(cl_mem mem, uint32_t map); /* map 0: all of mem; reports whether one was not complete */
+bool gx_pend_forget(cl_mem mem, uint32_t map); /* reports whether it was not complete */
+bool gx_pend_outlast(cl_mem mem);
 /* Maps of regions in the arena. Nothing is copied there, but until a map has run, the content is older. */
 cl_int gx_map_await(cl_command_queue q, cl_mem mem, const struct map *m, cl_event ev); /* ev NULL: the application has none */
 bool gx_map_comes(const struct layout *l); /* a map that has not run, as far as is known, brings content to this memory */
@@ -362,7 +363,7 @@ void gx_move_drop(uint32_t word);
 cl_int gx_move_wait(uint32_t op, uint32_t slot, uint32_t word);
 
 /* ---- callbacks.c */
-enum gx_cb { CBK_EVENT = 1, CBK_BUILD, CBK_MEM };
+enum gx_cb { CBK_EVENT = 1, CBK_BUILD, CBK_MEM, CBK_MAP };
 uint32_t gx_cb_add(enum gx_cb kind, void *obj, void *fn, void *user, int32_t type); /* token, 0 on failure */
 void gx_cb_drop(uint32_t token);
 void gx_cb_local(uint32_t token, int32_t status); /* deliver without the executor */

@@ -165,7 +165,8 @@ void gx_mem_destroy(struct obj *o)
 {
 	cl_mem m = (cl_mem)o;
 	uint32_t token = 0;
-	gx_pend_forget(m, 0);
+	if (gx_pend_outlast(m))
+		return;
 	gx_map_known(m, 0);
 	for (struct map *p = m->maps, *next; p; p = next) {
 		next = p->next;

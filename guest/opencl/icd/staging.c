@@ -184,6 +184,7 @@ struct pend {
 	struct layout to;
 	uint64_t off, len;
 	cl_mem mem;
+	bool last; /* of a map: the application has released the object, which lives until this has ended */
 	struct map map;
 	cl_event ev;
 };
@@ -363,7 +364,7 @@ bool gx_pend_forget(cl_mem mem, uint32_t map)
 		drop = NULL;
 		gx_lock_take(&pend_lock);
 		for (struct pend **at = &first; *at && !drop; at = *at ? &(*at)->next : at)
-			if (!(*at)->word && (*at)->mem == mem && (!map || (*at)->map.id == map)) {
+			if (!(*at)->word && (*at)->mem == mem && (*at)->map.id == map) {
 				drop = (*at)->ev;
 				pend_cut(at);
 				break;
@@ -374,6 +375,38 @@ bool gx_pend_forget(cl_mem mem, uint32_t map)
 			gx_unlink(drop);
 		}
 	} while (drop);
+	return found;
+}
+
+/* gx_pend_outlast lets an object that the application has released live until its maps have ended, as commands do that use
+ * an object: what they bring is for memory of the application, which it may read, or send with other commands. It reports
+ * whether there are any. A callback looks after them, because the application may make no call any more. */
+bool gx_pend_outlast(cl_mem mem)
+{
+	bool found = false;
+	if (!atomic_load(&S.npending))
+		return false;
+	for (;;) {
+		cl_event ev = NULL;
+		gx_lock_take(&pend_lock);
+		for (struct pend *p = first; p && !ev; p = p->next)
+			if (!p->word && p->mem == mem && !p->last) {
+				if (!found)
+					gx_link(mem);
+				found = p->last = true;
+				gx_link(mem);
+				gx_link(ev = p->ev);
+			}
+		gx_lock_drop(&pend_lock);
+		if (!ev)
+			break;
+		uint32_t token = gx_cb_add(CBK_MAP, ev, NULL, NULL, CL_COMPLETE);
+		if (token && post_event_callback(&(struct gx_event_callback){.event = ev->o.id, .type = CL_COMPLETE, .callback = token}))
+			gx_cb_drop(token);
+		gx_unlink(ev);
+	}
+	if (found)
+		gx_unlink(mem);
 	return found;
 }
 
@@ -542,6 +575,7 @@ void gx_reap_slow(unsigned max)
 {
 	struct { uint64_t off, len; } done[32];
 	cl_event evs[32];
+	cl_mem mems[32];
 	uint64_t held = 0; /* the serial of what had arrived before the maps were asked */
 	bool again;
 	do {
@@ -593,6 +627,7 @@ void gx_reap_slow(unsigned max)
 					gx_map_in(&p->map);
 				else if (!lost)
 					write_nothing(p->mem, p->map.id);
+				mems[nev] = p->last ? p->mem : NULL;
 				evs[nev++] = p->ev;
 			}
 			pend_cut(at);
@@ -601,8 +636,11 @@ void gx_reap_slow(unsigned max)
 		for (unsigned i = 0; i < n; i++)
 			if (done[i].len)
 				gx_stage_free(done[i].off, done[i].len);
-		for (unsigned i = 0; i < nev; i++)
+		for (unsigned i = 0; i < nev; i++) {
 			gx_unlink(evs[i]);
+			if (mems[i])
+				gx_unlink(mems[i]);
+		}
 	} while (again);
 }
 

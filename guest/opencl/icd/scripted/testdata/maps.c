@@ -61,6 +61,8 @@ static void is(const struct request *r, int32_t status) { reply(r, &status, size
 static uint64_t maps; /* that were made; each has a page of its own */
 static uint8_t *mapped(uint64_t n) { return S.arena + 4096 * n; }
 
+static uint32_t kept; /* an object that must not be released yet */
+
 /* until answers what comes until a request of a kind. */
 static struct request until(uint32_t op)
 {
@@ -70,6 +72,7 @@ static struct request until(uint32_t op)
 		if (r.op == op)
 			return r;
 		CHECK(r.op != GX_EVENT_STATUS);
+		CHECK(r.op != GX_RELEASE || r.word[0] != kept);
 		if (r.op == GX_MAP_BUFFER) {
 			uint64_t at = 4096 * ++maps;
 			reply(&r, &at, sizeof at);
@@ -310,6 +313,37 @@ static void all_are_waited_for(void)
 	end(a);
 }
 
+/* An object that was released lives until its map has ended: what the map brings is for the application's memory, also if the
+ * application makes no call any more. */
+static void *releases(void *arg)
+{
+	map(1);
+	CHECK(!CALL(clReleaseMemObject, mems[1]));
+	CHECK(!CALL(clReleaseEvent, evs[1]));
+	CHECK(!CALL(clFlush, q));
+	return arg;
+}
+
+static void map_of_a_released_object_brings_its_content(void)
+{
+	uint32_t id = kept = mems[1]->o.id;
+	memset(host[1], 1, N);
+	pthread_t a = go(releases);
+	struct request asked, watch = until(GX_EVENT_CALLBACK);
+	uint32_t tail = atomic_load(gx_word(GX_HDR_CB_TAIL)), entry[4] = {watch.word[2], CL_COMPLETE};
+	until(GX_FLUSH);
+	end(a);
+	memset(mapped(maps), 2, N);
+	memcpy(S.ring + GX_CB_OFF + 16 * (tail % GX_CB_COUNT), entry, sizeof entry);
+	atomic_store(gx_word(GX_HDR_CB_TAIL), tail + 1);
+	asked = until(GX_EVENT_STATUS);
+	kept = 0;
+	is(&asked, CL_COMPLETE);
+	while (until(GX_RELEASE).word[0] != id)
+		;
+	CHECK(all(host[1], 2));
+}
+
 int main(void)
 {
 	gx_enter(); /* sets up what a forked child sets up */
@@ -329,5 +363,6 @@ int main(void)
 	old_word_comes_late();
 	failed_map_is_not_sent();
 	all_are_waited_for();
+	map_of_a_released_object_brings_its_content();
 	return 0;
 }
