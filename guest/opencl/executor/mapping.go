@@ -294,6 +294,10 @@ func (s *session) mapping(c call, m wire.Request, queueID, eventID uint32, wait 
 			}
 			s.isOver(o, mp)
 		}
+		if out.status == cl.ExecStatusErrorForEventsInWaitList && !blocking { // its event tells of it, as if that had failed later
+			out = done(cl.Success)
+			out.data = data
+		}
 	default:
 		out.data = data
 	}

@@ -65,6 +65,37 @@ func TestRegionWhoseMapFailedIsUnmapped(t *testing.T) {
 	})
 }
 
+// An event that has failed is an error of the call only if that waits: a call that does not
+// returns the pointer, and its own event fails.
+func TestMapThatNeedNotWaitIsAnsweredAfterAnEventHasFailed(t *testing.T) {
+	const size = 1 << 20
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	b, gate, mapped := c.buffer(ctx, size), c.id(), c.id()
+	c.fill(q, b, size, 3)
+	c.post(&wire.CreateUserEvent{ID: gate, Context: ctx})
+	c.post(&wire.SetUserEvent{Event: gate, Status: -7})
+	m := wire.MapBuffer{Queue: q, Mem: b, Blocking: 1, Flags: cl.MapRead | cl.MapWrite, Size: size, Map: 1, Wait: []uint32{gate}}
+	if st, _ := c.answer(c.start(&m)); st != cl.ExecStatusErrorForEventsInWaitList {
+		t.Errorf("a map that waits for an event which has failed: %v", st)
+	}
+	m.Blocking, m.Event, m.Map = 0, mapped, 2
+	at := le64(c.call(&m))
+	inside(s, b, func(m *mem) {
+		if at != m.arena {
+			t.Errorf("the region is at %#x, not at %#x", at, m.arena)
+		}
+	})
+	if st := int32(cl.Uint32(c.call(&wire.EventStatus{Event: mapped}))); st != int32(cl.ExecStatusErrorForEventsInWaitList) {
+		t.Errorf("the event of the map has status %d", st)
+	}
+	c.post(&wire.Unmap{Queue: q, Mem: b, Map: 2})
+	c.call(&wire.Finish{Queue: q})
+	equal(t, c.read(q, b, size), 3)
+}
+
 // The images of a one-dimensional array are a slice apart, also where a part of each is mapped.
 func TestMappedPartOfAnArrayOfLinesIsWhereTheApplicationLooks(t *testing.T) {
 	const width, images = 40, 9
