@@ -232,9 +232,7 @@ func (s *session) programKey(p *program, serial uint64) (programKey, bool) {
 	if s.cache.dir == "" || s.quirk.badBinaries || p.content.Kind != portable.Executable {
 		return k, false
 	}
-	x := p.content
-	x.SpecConstants = p.spec
-	content, err := x.Marshal()
+	content, err := p.content.Marshal()
 	if err != nil {
 		return k, false
 	}
@@ -477,5 +475,5 @@ func (s *session) original(p *program) cl.Status {
 	}
 	cl.ReleaseProgram(old)
 	p.recalled = false
-	return cl.Success
+	return p.ready()
 }

@@ -106,7 +106,8 @@ type gProgram struct {
 	ID, Context uint32
 	Serial      uint64
 	Content     portable.Program
-	Spec        []portable.SpecConstant
+	Spec        []portable.SpecConstant // of the build, or of the next one if it is not built
+	Next        []portable.SpecConstant // of the next one; none: the same
 	Devices     []uint32
 	Built       map[uint32]build
 	Loaded      bool
@@ -347,7 +348,7 @@ func (s *session) graph(final bool) *graph {
 			if o.building && !final {
 				return
 			}
-			p := gProgram{ID: id, Context: o.ctx.id, Serial: serial, Content: o.content, Spec: o.spec, Built: map[uint32]build{}, Loaded: o.loaded, Told: o.told}
+			p := gProgram{ID: id, Context: o.ctx.id, Serial: serial, Content: o.content, Spec: o.constants(), Next: o.spec, Built: map[uint32]build{}, Loaded: o.loaded, Told: o.told}
 			for _, d := range o.devices {
 				p.Devices = append(p.Devices, d.id)
 			}

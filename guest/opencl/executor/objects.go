@@ -178,8 +178,8 @@ type sampler struct {
 type program struct {
 	id       uint32
 	ctx      *clContext
-	content  portable.Program // source or IL, or the programs that were linked
-	spec     []portable.SpecConstant
+	content  portable.Program        // source or IL, or the programs that were linked
+	spec     []portable.SpecConstant // of the next build
 	vendor   cl.Program
 	devices  []*device
 	built    map[uint32]*build // by device id

@@ -80,14 +80,18 @@ func (s *session) makeProgram(p *program) cl.Status {
 	if st != cl.Success {
 		return st
 	}
-	if st := setConstants(v, p.spec); st != cl.Success {
-		cl.ReleaseProgram(v)
-		return st
-	}
 	p.vendor = v
 	p.exact = p.isExact()
 	s.out.expect(mayPrint(&p.content))
 	return cl.Success
+}
+
+// ready sets the constants that the next build takes. Those of the last build are in the content.
+func (p *program) ready() cl.Status {
+	if len(p.content.IL) == 0 || p.recalled {
+		return cl.Success
+	}
+	return setConstants(p.vendor, p.spec)
 }
 
 func setConstants(v cl.Program, cs []portable.SpecConstant) cl.Status {
@@ -114,7 +118,15 @@ func (c *clContext) vendorProgram(x *portable.Program, ds []*device, how optione
 	case portable.Source:
 		return cl.CreateProgramWithSource(c.vendor, x.Source)
 	case portable.IL:
-		return cl.CreateProgramWithIL(c.vendor, x.IL)
+		v, st := cl.CreateProgramWithIL(c.vendor, x.IL)
+		if st != cl.Success {
+			return 0, st
+		}
+		if st := setConstants(v, x.SpecConstants); st != cl.Success {
+			cl.ReleaseProgram(v)
+			return 0, st
+		}
+		return v, st
 	case portable.Object:
 		v, st := c.vendorProgram(unbuilt(x), ds, how)
 		if st != cl.Success {
@@ -149,7 +161,7 @@ func (c *clContext) vendorProgram(x *portable.Program, ds []*device, how optione
 // unbuilt returns the content from which x was built or compiled.
 func unbuilt(x *portable.Program) *portable.Program {
 	if len(x.IL) > 0 {
-		return &portable.Program{Kind: portable.IL, IL: x.IL}
+		return &portable.Program{Kind: portable.IL, IL: x.IL, SpecConstants: x.SpecConstants}
 	}
 	return &portable.Program{Kind: portable.Source, Source: x.Source}
 }
@@ -356,13 +368,13 @@ func (s *session) buildProgram(c call, m *wire.BuildProgram) (outcome, error) {
 	for _, d := range ds {
 		p.built[d.id] = &build{Status: cl.BuildInProgress, Options: options}
 	}
-	v := p.vendor
+	v, spec := p.vendor, p.spec
 	return s.building(c, p, m.Callback, func() cl.Status {
 		return cl.BuildProgram(v, vendorIDs(ds), s.quirk.options(use))
 	}, func(st cl.Status) cl.Status {
 		if st == cl.Success {
 			p.content.Kind, p.content.Options = portable.Executable, use
-			p.content.Inputs, p.content.Headers = nil, nil
+			p.content.Inputs, p.content.Headers, p.content.SpecConstants = nil, nil, spec
 		}
 		p.finishBuild(ds, options)
 		return st
@@ -382,7 +394,7 @@ func (s *session) compileProgram(c call, m *wire.CompileProgram) (outcome, error
 	}
 	options := cstring(m.Options)
 	names := strings.Split(string(m.Names), "\x00")
-	x := portable.Program{Kind: portable.Object, Source: p.content.Source, IL: p.content.IL, Options: options}
+	x := portable.Program{Kind: portable.Object, Source: p.content.Source, IL: p.content.IL, Options: options, SpecConstants: p.spec}
 	var hs []cl.Program
 	var hn []string
 	for i, id := range m.Headers {
@@ -504,7 +516,7 @@ func (p *program) container(d *device) []byte {
 		return nil
 	}
 	x := p.content
-	x.SpecConstants = p.spec
+	x.SpecConstants = p.constants()
 	data, err := x.Marshal()
 	if err != nil {
 		return nil
@@ -587,14 +599,28 @@ func (s *session) specConstant(m *wire.SpecConstant) (outcome, error) {
 	if len(p.content.IL) == 0 {
 		return done(cl.InvalidProgram), nil
 	}
-	if st := s.original(p); st != cl.Success {
-		return done(st), nil
+	v := p.vendor
+	if p.recalled { // it has no IL in the runtime, and may get more kernels of its build
+		var st cl.Status
+		if v, st = p.ctx.vendorProgram(unbuilt(&p.content), nil, nil); st != cl.Success {
+			return done(st), nil
+		}
+		defer cl.ReleaseProgram(v)
 	}
-	st := cl.SetProgramSpecializationConstant(p.vendor, m.Spec, uint64(len(m.Value)), unsafe.Pointer(unsafe.SliceData(m.Value)))
-	if st == cl.Success {
-		p.spec = append(p.spec, portable.SpecConstant{ID: m.Spec, Value: append([]byte(nil), m.Value...)})
+	x := portable.SpecConstant{ID: m.Spec, Value: append([]byte(nil), m.Value...)}
+	st := setConstants(v, []portable.SpecConstant{x})
+	if st == cl.Success { // builds have the list as it was
+		p.spec = append(slices.DeleteFunc(slices.Clone(p.spec), func(y portable.SpecConstant) bool { return y.ID == x.ID }), x)
 	}
 	return done(st), nil
+}
+
+// constants returns those of the program's build, or, of one that is not built, of its next build.
+func (p *program) constants() []portable.SpecConstant {
+	if p.content.Kind == portable.IL {
+		return p.spec
+	}
+	return p.content.SpecConstants
 }
 
 // castsAway matches text that could remove const from a pointer to global memory: a cast to

@@ -441,15 +441,28 @@ func (s *session) restorePrograms(gs []gProgram, report progress) error {
 	}
 	var jobs []job
 	for _, g := range gs {
+		next := g.Next
+		if len(next) == 0 {
+			next = g.Spec
+		}
 		if s.have(g.ID, g.Serial) {
+			if p := lookup[program](s, g.ID); p != nil && len(next) > 0 { // they may have been set since
+				p.spec = next
+				if st := p.ready(); st != cl.Success {
+					return fmt.Errorf("constants of program %d: %w: %w", g.ID, st, ErrRefused)
+				}
+			}
 			continue
+		}
+		if len(g.Content.IL) > 0 && len(g.Content.SpecConstants) == 0 { // executors once had them beside the content only
+			g.Content.SpecConstants = g.Spec
 		}
 		c := lookup[clContext](s, g.Context)
 		ds, _, ok := s.vendorDevices(g.Devices)
 		if c == nil || !ok {
 			return fmt.Errorf("program %d: context or device missing: %w", g.ID, ErrRefused)
 		}
-		jobs = append(jobs, job{g, &program{id: g.ID, ctx: c, content: g.Content, spec: g.Spec, devices: ds, built: map[uint32]*build{}, loaded: g.Loaded, told: g.Told}})
+		jobs = append(jobs, job{g, &program{id: g.ID, ctx: c, content: g.Content, spec: next, devices: ds, built: map[uint32]*build{}, loaded: g.Loaded, told: g.Told}})
 	}
 	var (
 		mu   sync.Mutex
@@ -496,6 +509,16 @@ func (s *session) remake(p *program, g *gProgram) error {
 	if ok && s.recall(p, g.Serial) {
 		return nil
 	}
+	if err := s.rebuild(p, g, ok, failed); err != nil {
+		return err
+	}
+	if st := p.ready(); st != cl.Success {
+		return fmt.Errorf("constants of program %d: %w: %w", p.id, st, ErrRefused)
+	}
+	return nil
+}
+
+func (s *session) rebuild(p *program, g *gProgram, ok, failed bool) error {
 	again := s.makeProgram
 	if !ok && failed && len(p.content.Inputs) > 0 {
 		again = (*program).hollow

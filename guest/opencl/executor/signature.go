@@ -183,9 +183,7 @@ type describer struct {
 func (p *program) describer() *describer {
 	cl.RetainProgram(p.vendor)
 	cl.RetainContext(p.ctx.vendor)
-	x := p.content
-	x.SpecConstants = append([]portable.SpecConstant(nil), p.spec...)
-	return &describer{ctx: p.ctx, vendor: p.vendor, content: x, devices: p.builtFor()}
+	return &describer{ctx: p.ctx, vendor: p.vendor, content: p.content, devices: p.builtFor()}
 }
 
 func (d *describer) release() {
@@ -272,10 +270,7 @@ func (d *describer) build(x *portable.Program) (cl.Program, error) {
 	for {
 		v, st := d.ctx.vendorProgram(x, d.devices, how)
 		if st == cl.Success && len(x.Inputs) == 0 {
-			if st = setConstants(v, x.SpecConstants); st == cl.Success {
-				st = cl.BuildProgram(v, vendorIDs(d.devices), how(x.Options))
-			}
-			if st != cl.Success {
+			if st = cl.BuildProgram(v, vendorIDs(d.devices), how(x.Options)); st != cl.Success {
 				cl.ReleaseProgram(v)
 			}
 		}
