@@ -220,14 +220,17 @@ func (g *graph) check() error {
 	for _, x := range g.Queues {
 		id("queue", x.ID)
 	}
-	mems := make(map[uint32]*gMem, len(g.Mems))
 	for i := range g.Mems {
 		id("memory object", g.Mems[i].ID)
-		mems[g.Mems[i].ID] = &g.Mems[i]
 	}
+	mems := g.mems()
 	for i := range g.Mems {
-		if err := g.Mems[i].check(mems[g.Mems[i].Parent]); err != nil {
-			errs = append(errs, fmt.Errorf("memory object %d: %w", g.Mems[i].ID, err))
+		m := &g.Mems[i]
+		if err := m.check(mems[m.Parent]); err != nil {
+			errs = append(errs, fmt.Errorf("memory object %d: %w", m.ID, err))
+		}
+		if m.views(mems) > maxViews {
+			errs = append(errs, fmt.Errorf("memory object %d is an image of more than %d images", m.ID, maxViews))
 		}
 		if len(errs) > 0 {
 			break
@@ -254,6 +257,30 @@ func (g *graph) check() error {
 	return nil
 }
 
+func (g *graph) mems() map[uint32]*gMem {
+	mems := make(map[uint32]*gMem, len(g.Mems))
+	for i := range g.Mems {
+		mems[g.Mems[i].ID] = &g.Mems[i]
+	}
+	return mems
+}
+
+// maxViews is how many images may be made one of the other.
+const maxViews = 64
+
+// views returns of how many images an image is made, one of the other: these are created before it.
+func (m *gMem) views(mems map[uint32]*gMem) (n uint64) {
+	for p := mems[m.Parent]; p != nil && p.Kind == memImage && n <= maxViews; p = mems[p.Parent] {
+		n++
+	}
+	return n
+}
+
+// shows reports whether an image may be made of another one, whose pixels it has with another meaning.
+func (m *gMem) shows(parent *gMem) bool {
+	return m.Kind == memImage && m.Desc.Type == cl.MemObjectImage2d && parent.Desc.Type == cl.MemObjectImage2d && m.Size == parent.Size
+}
+
 // check compares an object with the one that it is a part of; parent is nil if there is
 // none.
 func (m *gMem) check(parent *gMem) error {
@@ -261,7 +288,7 @@ func (m *gMem) check(parent *gMem) error {
 	switch {
 	case m.Kind > memImage:
 		return fmt.Errorf("kind %d", m.Kind)
-	case m.Kind == memBuffer && m.Parent != 0, m.Kind == memSub && (parent == nil || parent.Kind != memBuffer), parent != nil && parent.Kind == memImage:
+	case m.Kind == memBuffer && m.Parent != 0, m.Kind == memSub && (parent == nil || parent.Kind != memBuffer), parent != nil && parent.Kind == memImage && !m.shows(parent):
 		return fmt.Errorf("kind %d with parent %d", m.Kind, m.Parent)
 	case m.Kind == memSub && (m.Origin > parent.Size || m.Size > parent.Size-m.Origin):
 		return fmt.Errorf("%d bytes at %d of a buffer of %d", m.Size, m.Origin, parent.Size)

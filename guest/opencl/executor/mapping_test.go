@@ -133,3 +133,33 @@ func TestMappedPartOfAnArrayOfLinesIsWhereTheApplicationLooks(t *testing.T) {
 		}
 	}
 }
+
+// An image can be made of another one, which is created first elsewhere, whatever their ids are.
+func TestImageMadeOfAnImageGoesAlong(t *testing.T) {
+	const width, size = 16, 4 * 16 * 16
+	c, library := newClient(t), model(t)
+	t.Setenv("GPUCTL_MODEL_ARENA", "0 0")
+	from := c.executorOf(1, library)
+	from.activate()
+	ctx, q, view, whole := c.id(), c.id(), c.id(), c.id()
+	c.call(&wire.CreateContext{ID: ctx, Devices: []uint32{1}})
+	c.call(&wire.CreateQueue{ID: q, Context: ctx, Device: 1})
+	image := wire.CreateImage{ID: whole, Context: ctx, Flags: cl.MemReadWrite, Order: 0x10B5, Type: 0x10D2, ImageType: cl.MemObjectImage2d, Width: width, Height: width}
+	c.call(&image)
+	image.ID, image.Buffer = view, whole
+	c.call(&image)
+	staged := c.arena.Bytes()[c.stage:][:size]
+	for i := range staged {
+		staged[i] = byte(3 * i)
+	}
+	region := []uint64{width, width, 1}
+	c.call(&wire.WriteImage{Queue: q, Image: whole, Blocking: 1, Origin: []uint64{0, 0, 0}, Region: region, Mode: wire.DataStaged, StageOff: c.stage, StageLen: size})
+	c.swap(from, c.executorOf(2, library))
+	clear(staged)
+	c.call(&wire.ReadImage{Queue: q, Image: view, Blocking: 1, Origin: []uint64{0, 0, 0}, Region: region, Mode: wire.DataStaged, StageOff: c.stage, StageLen: size})
+	for i, v := range staged {
+		if v != byte(3*i) {
+			t.Fatalf("byte %d of the image is %d, not %d", i, v, byte(3*i))
+		}
+	}
+}

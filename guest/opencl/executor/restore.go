@@ -86,7 +86,8 @@ func (s *session) restore(g *graph, report progress) error {
 		}
 	}
 	total := uint64(len(g.Mems) + len(g.Programs) + len(g.Kernels))
-	for i, m := range sorted(g.Mems, func(m *gMem) uint64 { return uint64(m.Kind)<<32 | uint64(m.ID) }) {
+	mems := g.mems()
+	for i, m := range sorted(g.Mems, func(m *gMem) uint64 { return uint64(m.Kind)<<48 | m.views(mems)<<32 | uint64(m.ID) }) {
 		if err := s.restoreMem(m, g.Final); err != nil {
 			return err
 		}

@@ -254,7 +254,8 @@ static cl_mem CL_API_CALL create_image(cl_context c, cl_mem_flags flags, const c
 	if (d->mem_object) {
 		check(d->mem_object, MEM);
 		up = (obj *)d->mem_object;
-		if (up->elem || w * h * z * elem > up->size || d->image_row_pitch > w * elem)
+		if (up->elem ? d->image_type != CL_MEM_OBJECT_IMAGE2D || up->elem != elem || up->w != w || up->h != h || up->d != 1
+			     : w * h * z * elem > up->size || d->image_row_pitch > w * elem)
 			ERR(CL_INVALID_IMAGE_DESCRIPTOR);
 	} else if (d->image_row_pitch || d->image_slice_pitch || d->image_type == CL_MEM_OBJECT_IMAGE1D_BUFFER)
 		ERR(CL_INVALID_IMAGE_DESCRIPTOR);
