@@ -198,6 +198,7 @@ func (s *session) release(id, callback uint32) error {
 	case *device:
 		cl.ReleaseDevice(o.vendor)
 	case *clContext:
+		s.forsake(o)
 		s.bury(o)
 		cl.ReleaseContext(o.vendor)
 		s.xfer.forget(o)

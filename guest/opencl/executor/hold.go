@@ -268,6 +268,71 @@ func (s *session) unpin(p *parkedCall) {
 	p.pins, p.drops = nil, nil
 }
 
+// forsake drops the commands of a released context that can never run: they wait for an event that
+// nobody can end any more, or are behind one that does. Nobody learns what they would do, and with
+// them, the session could not be moved.
+func (s *session) forsake(c *clContext) {
+	never, drop := map[*event]bool{}, map[*parkedCall]bool{}
+	for again := true; again; {
+		again = false
+		blocked, fenced := map[*queue]bool{}, map[*queue]bool{}
+		for _, p := range s.parked {
+			if p.q == nil || p.q.ctx != c || p.slot != wire.NoSlot { // somebody waits for it
+				continue
+			}
+			fence, all := isFence(p.op, len(p.wait))
+			stuck := blocked[p.q] && (p.q.inOrder() || all) || fenced[p.q] || slices.ContainsFunc(p.wait, func(e *event) bool {
+				return e.state == eventPending && (e.user && e.dead || never[e])
+			})
+			if !stuck {
+				continue
+			}
+			blocked[p.q], fenced[p.q] = true, fenced[p.q] || fence
+			if !drop[p] {
+				drop[p], again = true, true
+				if p.e != nil {
+					never[p.e] = true
+				}
+			}
+		}
+	}
+	s.parked = slices.DeleteFunc(slices.Clone(s.parked), func(p *parkedCall) bool { return drop[p] })
+	for p := range drop {
+		p.q.held--
+		if fence, _ := isFence(p.op, len(p.wait)); fence {
+			p.q.fence--
+		}
+		p.e.fail(cl.OutOfResources)
+		if n := p.pend(); n != 0 {
+			_ = s.ring.PendDone(n, wire.PendFailed)
+		}
+		s.unpin(p)
+	}
+}
+
+// pend returns the completion word of a parked transfer, 0 if it has none.
+func (p *parkedCall) pend() uint32 {
+	m := wire.New(p.op)
+	if m == nil || m.Decode(p.body) != nil {
+		return 0
+	}
+	switch m := m.(type) {
+	case *wire.ReadBuffer:
+		return m.Pend
+	case *wire.WriteBuffer:
+		return m.Pend
+	case *wire.ReadBufferRect:
+		return m.Pend
+	case *wire.WriteBufferRect:
+		return m.Pend
+	case *wire.ReadImage:
+		return m.Pend
+	case *wire.WriteImage:
+		return m.Pend
+	}
+	return 0
+}
+
 // advance runs each parked call that need not wait any more, in the order of the calls. When
 // the gate is closed, it runs none: a freeze waits for what was launched before. Who opens the
 // gate calls it.

@@ -118,3 +118,32 @@ func TestReleasedQueueWhoseKernelRunsKeepsNobodyWaiting(t *testing.T) {
 		t.Errorf("the kernel has written %d", got[1])
 	}
 }
+
+// A program may release all it has while a command waits, or waits for ever because nobody can end
+// its event any more. The session can be moved all the same.
+func TestCommandThatWaitsOutlivesItsContext(t *testing.T) {
+	const size = 1 << 20
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	for range 2 {
+		ctx, q, gate := c.id(), c.id(), c.id()
+		c.call(&wire.CreateContext{ID: ctx, Devices: []uint32{1}})
+		c.call(&wire.CreateQueue{ID: q, Context: ctx, Device: 1})
+		b := c.buffer(ctx, size)
+		c.post(&wire.CreateUserEvent{ID: gate, Context: ctx})
+		c.post(&wire.FillBuffer{Queue: q, Mem: b, Size: size, Pattern: []byte{1, 2, 3, 4}, Wait: []uint32{gate}})
+		for _, id := range []uint32{b, gate, q, ctx} {
+			c.post(&wire.Release{ID: id})
+		}
+	}
+	ctx, q, _ := c.setup(0)
+	b := c.buffer(ctx, size)
+	c.fill(q, b, size, 7)
+	for gen := range uint32(2) {
+		to := c.executor(2 + gen)
+		c.swap(s, to)
+		s = to
+	}
+	equal(t, c.read(q, b, size), 7)
+}
