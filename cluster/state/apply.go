@@ -61,7 +61,7 @@ func (s *Store) Apply(index uint64, c *clusterv1.Command) *clusterv1.Result {
 			s.publish(t.meta, 0, v.past)
 			return known
 		}
-		t.now, t.actor = c.GetUnixMs(), c.GetActor()
+		t.now, t.actor, t.version = c.GetUnixMs(), c.GetActor(), c.GetVersion()
 		r = t.apply(c)
 		if r.GetOutcome() != ok && !t.keep {
 			t.rollback()
@@ -169,6 +169,7 @@ type tx struct {
 	index   uint64
 	now     int64
 	actor   string
+	version uint32 // of the entry's command
 	changed mask
 	touched []touch
 	gpus    map[string]*gpuEdit

@@ -105,6 +105,9 @@ func (t *tx) putMigration(op *clusterv1.PutMigration) *clusterv1.Result {
 		return result(notFound, "migration %s: there is none to take over", m.GetId())
 	case old == nil && m.GetToken() != 0:
 		return result(stale, "migration %s: there is none with token %d", m.GetId(), m.GetToken())
+	case old == nil && t.version >= ProtocolMoves && t.moving(m.GetMachine().GetUuid()) != "":
+		// Who began that one was told that it may have failed, and began another one.
+		return result(refused, "migration %s of VM %s is not over", t.moving(m.GetMachine().GetUuid()), m.GetMachine().GetName())
 	case old == nil:
 		m.Token = t.index
 		if m.GetStartedUnixMs() == 0 {
@@ -125,6 +128,8 @@ func (t *tx) putMigration(op *clusterv1.PutMigration) *clusterv1.Result {
 	case m.GetDriver() != old.GetDriver():
 		return migrated(result(stale, "migration %s: host %s drives it, not %s", m.GetId(), old.GetDriver(), m.GetDriver()), old)
 	}
+	// Who sends a record again that may be written already does not know its revision.
+	late := t.version >= ProtocolMoves && m.GetRevision() != old.GetRevision()
 	m.StartedUnixMs, m.Revision = old.GetStartedUnixMs(), old.GetRevision()
 	if over(m) && m.GetEndedUnixMs() == 0 {
 		m.EndedUnixMs = old.GetEndedUnixMs()
@@ -137,10 +142,22 @@ func (t *tx) putMigration(op *clusterv1.PutMigration) *clusterv1.Result {
 		return migrated(done(), old)
 	case over(old):
 		return migrated(result(refused, "migration %s: is over", m.GetId()), old)
+	case late:
+		return migrated(result(stale, "migration %s: this record of it comes late: it was changed meanwhile", m.GetId()), old)
 	case m.GetVerb() != old.GetVerb() || m.GetObject() != old.GetObject() || m.GetClaim() != old.GetClaim():
 		return migrated(result(invalid, "migration %s: is to %s %s; another verb, object or claim takes another id", m.GetId(), old.GetVerb(), old.GetObject()), old)
 	}
 	return t.storeMigration(old, m)
+}
+
+// moving returns the migration of a VM that is not over, or "".
+func (t *tx) moving(uuid string) string {
+	for m := range t.Migrations() {
+		if uuid != "" && m.GetMachine().GetUuid() == uuid && !over(m) {
+			return m.GetId()
+		}
+	}
+	return ""
 }
 
 func migrated(r *clusterv1.Result, m *clusterv1.Migration) *clusterv1.Result {

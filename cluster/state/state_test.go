@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/testing/protocmp"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
@@ -508,5 +509,71 @@ func TestMigrationsThatAreOverAreForgotten(t *testing.T) {
 	}
 	if err := s.View().Check(); err != nil || s.View().ended != maxEnded || s.View().Migration("m9") != nil || s.View().Migration("m10") == nil {
 		t.Errorf("%d kept: %v", s.View().ended, err)
+	}
+}
+
+// Of two starts of one VM's migration, the first of which was written late, one is begun.
+func TestTwoStartsOfOneMigrationBeginOne(t *testing.T) {
+	r := newRig(t)
+	hosts := testHost("h", 0)
+	hosts.Host.Protocol = Protocol
+	r.want(ok, "", hosts)
+	start := func(id, uuid string) *clusterv1.Command {
+		c := command(t, &clusterv1.PutMigration{Migration: &clusterv1.Migration{
+			Id: id, Verb: "migrate", Object: "web", Driver: "h", Machine: &clusterv1.MachineMove{Uuid: uuid, Name: "web", FromHost: "h", ToHost: "k"},
+		}})
+		c.Version = ProtocolMoves
+		return c
+	}
+	first := r.send(start("m-2", "u1"))
+	late := r.send(start("m-1", "u1"))
+	if first.GetOutcome() != ok || late.GetOutcome() != refused || r.View().Migration("m-1") != nil || late.GetMessage() != "migration m-2 of VM web is not over" {
+		t.Errorf("%v; then %v", first, late)
+	}
+	if other := r.send(start("m-3", "u2")); other.GetOutcome() != ok {
+		t.Errorf("another VM's: %v", other)
+	}
+	over := first.GetMigration()
+	next := command(t, &clusterv1.PutMigration{Migration: &clusterv1.Migration{
+		Id: "m-2", Verb: "migrate", Object: "web", Driver: "h", Token: over.GetToken(), State: clusterv1.MigrationState_MIGRATION_STATE_DONE, Machine: over.GetMachine(),
+	}})
+	if done, again := r.send(next), r.send(start("m-4", "u1")); done.GetOutcome() != ok || again.GetOutcome() != ok {
+		t.Errorf("after its end: %v; then %v", done, again)
+	}
+	// What hosts of older versions write is applied alike everywhere.
+	older := start("m-5", "u1")
+	older.Version = 1
+	if res := r.send(older); res.GetOutcome() != ok {
+		t.Errorf("of an older host: %v", res)
+	}
+}
+
+// A record that was given up, sent again and written late replaces none that was written since.
+func TestLateRecordReplacesNoLaterOne(t *testing.T) {
+	r := newRig(t)
+	hosts := testHost("h", 0)
+	hosts.Host.Protocol = Protocol
+	r.want(ok, "", hosts)
+	write := func(m *clusterv1.Migration) *clusterv1.Result {
+		c := command(t, &clusterv1.PutMigration{Migration: m})
+		c.Version = ProtocolMoves
+		return r.send(c)
+	}
+	first := write(&clusterv1.Migration{Id: "m", Verb: "migrate", Object: "web", Driver: "h", Machine: &clusterv1.MachineMove{Uuid: "u1", Name: "web", FromHost: "h", ToHost: "k"}})
+	given := proto.CloneOf(first.GetMigration())
+	given.Step = "move"
+	again := proto.CloneOf(given)
+	res := write(given)
+	if twice := write(again); res.GetOutcome() != ok || twice.GetOutcome() != ok || !proto.Equal(res.GetMigration(), twice.GetMigration()) {
+		t.Errorf("sent again at once: %v; then %v", res, twice)
+	}
+	sent := proto.CloneOf(res.GetMigration())
+	sent.Machine.SentTo = "k"
+	if res := write(sent); res.GetOutcome() != ok {
+		t.Fatal(res)
+	}
+	late := write(again)
+	if now := r.View().Migration("m"); late.GetOutcome() != stale || now.GetMachine().GetSentTo() != "k" {
+		t.Errorf("%v; the VM was sent to %q", late, now.GetMachine().GetSentTo())
 	}
 }

@@ -17,7 +17,8 @@ import (
 //	4  parts of mediated GPUs
 //	5  migrations of VMs with a remote GPU, or with parts of mediated GPUs
 //	6  GPUs of service VMs
-const Protocol = ProtocolService
+//	7  records of VMs' migrations that are refused if they come late
+const Protocol = ProtocolMoves
 
 // ProtocolEnrolments is the lowest version that knows enrolments, and ProtocolRemote that
 // which knows claims with a home, links, and policies of the queue.
@@ -36,6 +37,11 @@ const ProtocolLive = 5
 // ProtocolService is the lowest version that knows GPUs of service VMs. Hosts below it would
 // give them to sessions of their own host.
 const ProtocolService = 6
+
+// ProtocolMoves is the version of a command with a record of a VM's migration that is refused if
+// it comes late: if another one of that VM has begun, or if the record that it is to replace has
+// been replaced already. Hosts below it would store it all the same.
+const ProtocolMoves = 7
 
 // Store has the current state. It is safe for concurrent use: Apply and Restore run one
 // after the other, and views never wait.

@@ -13,6 +13,7 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/cluster/remote"
 	"github.com/gpuctl/gpuctl/cluster/scheduler"
+	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
 	"github.com/gpuctl/gpuctl/internal/random"
 	"github.com/gpuctl/gpuctl/internal/reason"
@@ -151,9 +152,14 @@ func (n *Node) PutMigration(ctx context.Context, r *clusterv1.Migration, takeOve
 	if takeOver {
 		r.Token = 0
 	}
-	res, err := m.propose(ctx, &clusterv1.Command{Id: random.Hex(16), Op: &clusterv1.Command_PutMigration{
+	c := &clusterv1.Command{Id: random.Hex(16), Op: &clusterv1.Command_PutMigration{
 		PutMigration: &clusterv1.PutMigration{Migration: r, TakeOver: takeOver},
-	}})
+	}}
+	// A record may be written late, after its writer has given it up and gone on.
+	if r.GetMachine() != nil && m.store.State().View().Protocol() >= state.ProtocolMoves {
+		c.Version = state.ProtocolMoves
+	}
+	res, err := m.propose(ctx, c)
 	var answer *scheduler.Error
 	switch {
 	case err == nil:

@@ -1,6 +1,7 @@
 package member
 
 import (
+	"strings"
 	"testing"
 	"time"
 
@@ -33,5 +34,25 @@ func TestGPUThatTheClusterHasNotHeardOfIsWaitedFor(t *testing.T) {
 	res, err := m.Claim(ctx, &clusterv1.Claim{Id: "c", Count: 1, Expr: `name == "new"`})
 	if err != nil || len(res.GetAssignments()) != 1 {
 		t.Errorf("%v, %v, after %s", res, err, time.Since(began))
+	}
+}
+
+// The record of a VM's migration that is written late, after its start was said to have failed
+// and another one has begun, begins no second migration of that VM.
+func TestLateRecordBeginsNoSecondMigration(t *testing.T) {
+	t.Parallel()
+	ctx := testkit.Context(t)
+	m := cluster(ctx, t, "a")[0]
+	start := func(id string) error {
+		_, err := m.PutMigration(ctx, &clusterv1.Migration{
+			Id: id, Verb: "migrate", Object: "web", Machine: &clusterv1.MachineMove{Uuid: "u1", Name: "web", FromHost: "a", ToHost: "b"},
+		}, false)
+		return err
+	}
+	if err := start("m-2"); err != nil {
+		t.Fatal(err)
+	}
+	if err := start("m-1"); err == nil || !strings.Contains(err.Error(), "migration m-2 of VM web is not over") || m.view(ctx).Migration("m-1") != nil {
+		t.Errorf("%v; begun: %v", err, m.view(ctx).Migration("m-1"))
 	}
 }
