@@ -166,6 +166,9 @@ func (r *run) next(ctx context.Context) (ended bool, err error) {
 	if err := r.enter(ctx, s.name, false); err != nil {
 		return false, err
 	}
+	if s.name == StepCommit && r.move().GetAborting() {
+		return false, nil // an operator was faster, and was told that it is undone
+	}
 	err = r.attempt(ctx, s, s.do, false)
 	if stop := r.halted(ctx, err); stop != nil {
 		return false, stop

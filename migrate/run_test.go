@@ -259,6 +259,27 @@ func TestAbort(t *testing.T) {
 	}
 }
 
+// quick is a journal in which an operator aborts a migration while its driver writes that it is
+// about to be committed.
+type quick struct{ *world }
+
+func (q quick) Put(ctx context.Context, m *clusterv1.Migration) (*clusterv1.Migration, error) {
+	m.Machine.Aborting = m.GetMachine().GetAborting() || m.GetStep() == StepCommit
+	return q.world.Put(ctx, m)
+}
+
+// What an operator was told is undone is not committed.
+func TestAbortJustBeforeTheCommit(t *testing.T) {
+	w := newWorld(t)
+	r := w.runner()
+	r.Journal = quick{w}
+	m, err := r.Run(t.Context(), w.migration(to, other))
+	if err != nil || m.GetState() != back {
+		t.Errorf("%v, %s %s", err, m.GetState(), m.GetMessage())
+	}
+	w.check(m)
+}
+
 // A host that does not answer for a moment does not matter; one that does not
 // come back does.
 func TestUnreachable(t *testing.T) {

@@ -67,11 +67,11 @@ type Manager struct {
 
 // watched is a migration that this host drives, with its progress for clients.
 type watched struct {
-	last     *gpuctlv1.MachineProgress
-	left     bool          // not driven by this host any more: last is the final progress
-	changed  chan struct{} // closed when last changes
-	aborting bool
-	began    time.Time
+	last    *gpuctlv1.MachineProgress
+	left    bool          // not driven by this host any more: last is the final progress
+	changed chan struct{} // closed when last changes
+	records *recorder
+	began   time.Time
 }
 
 // New returns a Manager. It drives migrations only while Run runs.
@@ -220,14 +220,9 @@ func (s sites) EndClaim(ctx context.Context, _ string, m vm.VM, gpu string) erro
 	return s.site(migrate.HostOf(gpu)).GiveBack(ctx, m, gpu)
 }
 
-// Put writes the migration's record.
-func (s sites) Put(ctx context.Context, r *clusterv1.Migration) (*clusterv1.Migration, error) {
-	return s.node.PutMigration(ctx, r, false)
-}
-
 // begin drives a migration that is recorded, until its end.
 func (m *Manager) begin(r *clusterv1.Migration) *watched {
-	w := &watched{last: progress(r, 0, 0), changed: make(chan struct{}), began: time.Now()}
+	w := &watched{last: progress(r, 0, 0), changed: make(chan struct{}), records: newRecorder(m.Node, r), began: time.Now()}
 	if r.GetStartedUnixMs() > 0 {
 		w.began = time.UnixMilli(r.GetStartedUnixMs())
 	}
@@ -237,12 +232,8 @@ func (m *Manager) begin(r *clusterv1.Migration) *watched {
 	m.mu.Unlock()
 	s := sites{m.Node, r.GetId(), r.GetToken()}
 	runner := migrate.New(migrate.Config{
-		Sites: s, Claims: s, Journal: s, Hosts: s.hosts, Log: m.Log, Before: m.Before,
-		Aborting: func(string) bool {
-			m.mu.Lock()
-			defer m.mu.Unlock()
-			return w.aborting
-		},
+		Sites: s, Claims: s, Journal: w.records, Hosts: s.hosts, Log: m.Log, Before: m.Before,
+		Aborting: func(string) bool { return w.records.aborted(ctx) },
 		Report: func(r *clusterv1.Migration, done, total uint64, waits string) {
 			p := progress(r, done, total)
 			if waits != "" {

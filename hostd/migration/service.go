@@ -2,6 +2,7 @@ package migration
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/http"
 	"slices"
@@ -321,26 +322,41 @@ func (s *Service) Abort(ctx context.Context, req *connect.Request[gpuctlv1.Machi
 		}
 		return connect.NewResponse(res.Msg), nil
 	}
-	if slices.Contains(r.GetDone(), "commit") {
-		return nil, reason.Coded(reason.Errorf(reason.MigrationCommitted, "migration %s is committed: what is left is to clean up", r.GetId()).On("migration", r.GetId()))
+	if slices.Contains(r.GetDone(), migrate.StepCommit) {
+		return nil, committed(r)
 	}
 	if migrate.Waiting(r) {
 		return s.abortWaiting(ctx, r)
 	}
 	s.m.mu.Lock()
 	w := s.m.runs[r.GetId()]
-	if w != nil {
-		w.aborting = true
-	}
 	s.m.mu.Unlock()
-	if w == nil {
+	err = migrate.ErrStale
+	if w != nil {
+		err = w.records.abort(ctx)
+	}
+	unrecorded := errors.Is(err, migrate.ErrUnreachable)
+	switch {
+	case errors.Is(err, errCommitted):
+		return nil, committed(r)
+	case errors.Is(err, migrate.ErrStale):
 		return nil, reason.Coded(reason.Errorf(reason.MigrationNotDriven, "migration %s is not driven now", r.GetId()).On("migration", r.GetId()).Do("try again in a moment, or gpuctl migrations resume %s", r.GetId()))
+	case err != nil && !unrecorded:
+		return nil, err
 	}
 	message := "it is undone after the step that runs"
 	if r.GetStep() == "move" {
 		message = "the VM is on its way, which can't be stopped: it is moved back after that"
 	}
+	if unrecorded {
+		message += "; the cluster does not record that now, so say it again if hostd on host " + r.GetDriver() + " is restarted before"
+	}
 	return connect.NewResponse(&gpuctlv1.MachineAbortResponse{Message: message}), nil
+}
+
+// committed returns the error for a migration from which there is no way back.
+func committed(r *clusterv1.Migration) error {
+	return reason.Coded(reason.Errorf(reason.MigrationCommitted, "migration %s is committed: what is left is to clean up", r.GetId()).On("migration", r.GetId()))
 }
 
 // abortWaiting makes a migration that waits for an operator roll back.

@@ -1,7 +1,10 @@
 package migration
 
 import (
+	"errors"
+	"strings"
 	"testing"
+	"testing/synctest"
 
 	"connectrpc.com/connect"
 	"google.golang.org/protobuf/proto"
@@ -60,5 +63,60 @@ func TestAMigrationThatWaits(t *testing.T) {
 		if _, err := (&Service{m: j.manager(t)}).Plan(t.Context(), connect.NewRequest(r)); connect.CodeOf(err) != connect.CodeInvalidArgument {
 			t.Errorf("%v: %v", r, err)
 		}
+	}
+}
+
+// A driver that follows one whose host was killed right after an operator had aborted the
+// migration knows of that, as does the present one whose own records come after it.
+func TestAbortIsKnownToTheNextDriver(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := newJournal(t, clusterv1.MigrationState_MIGRATION_STATE_RUNNING)
+		m := j.manager(t)
+		entered, killed := make(chan struct{}), errors.New("killed")
+		m.Before = func(string, bool) error {
+			close(entered)
+			<-t.Context().Done()
+			return killed
+		}
+		m.begin(j.View().Migration("m-1"))
+		<-entered
+		if _, err := (&Service{m: m}).Abort(t.Context(), connect.NewRequest(&gpuctlv1.MachineAbortRequest{Id: "m-1"})); err != nil {
+			t.Fatal(err)
+		}
+		next := j.manager(t)
+		next.Before = func(step string, undo bool) error {
+			if !undo {
+				t.Errorf("it goes on with %s", step)
+			}
+			return nil
+		}
+		r, err := j.PutMigration(t.Context(), j.View().Migration("m-1"), true)
+		if err != nil {
+			t.Fatal(err)
+		}
+		next.begin(r)
+		next.work.Wait()
+		if r := j.View().Migration("m-1"); !r.GetMachine().GetAborting() || !strings.Contains(r.GetMessage(), "aborted by an operator") {
+			t.Errorf("%s: %s", r.GetState(), r.GetMessage())
+		}
+	})
+}
+
+// A driver that writes at the same time keeps the abort in its records, and does not commit.
+func TestAbortBeforeTheCommitIsKept(t *testing.T) {
+	j := newJournal(t, clusterv1.MigrationState_MIGRATION_STATE_RUNNING)
+	first := j.View().Migration("m-1")
+	w := newRecorder(j, first)
+	driver := proto.CloneOf(first)
+	if err := w.abort(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	driver.Step = migrate.StepCommit
+	kept, err := w.Put(t.Context(), driver)
+	if err != nil || !kept.GetMachine().GetAborting() {
+		t.Errorf("%v, %v", kept, err)
+	}
+	if err := w.abort(t.Context()); !errors.Is(err, errCommitted) {
+		t.Errorf("while it is committed: %v", err)
 	}
 }
