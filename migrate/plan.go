@@ -68,6 +68,8 @@ const (
 	ReasonChip         = "chip"
 	ReasonLockManager  = "lock_manager"
 	ReasonServes       = "serves"
+	ReasonStays        = "stays"
+	ReasonSnapshots    = "snapshots"
 	NoteLockManager    = "no_lock_manager" // only a note
 	NoteUnlocked       = "not_locked"      // only a note
 	NoteSlot           = "slot"            // only a note
@@ -90,12 +92,16 @@ type VMFacts struct {
 	// Unlocked are files of its disks that its host's lock manager should have locked, and
 	// has not.
 	Unlocked []string
+	// Stays is what of it is on its host only, and is lost if it is started elsewhere.
+	Stays                  []string
+	Snapshots, Checkpoints uint32 // that libvirt has of it
 }
 
 // Disk is a disk or other file of a VM.
 type Disk struct {
 	Path     string
 	ReadOnly bool
+	Start    bool // only a start needs it
 }
 
 // AgentFacts are what the VM's gpuguest reports.
@@ -585,7 +591,13 @@ func againstHost(r Request, m VMFacts, h HostFacts) (out []*gpuctlv1.Reason) {
 	add(h.FreeMemory < m.Memory, ReasonMemory, "VM %s needs %s and host %s has %s free", m.Name, size.Format(m.Memory), h.Name, size.Format(h.FreeMemory))
 	add(h.CPU != "" && !r.Cold, ReasonCPU, "VM %s has a processor that host %s cannot give it: %s", m.Name, h.Name, h.CPU)
 	out = append(out, againstParts(r, m, h)...)
-	add(len(h.Missing) > 0, ReasonStorage, "host %s has not got %s of VM %s: it has to be shared, or copied there", h.Name, strings.Join(h.Missing, ", "), m.Name)
+	missing := slices.DeleteFunc(slices.Clone(h.Missing), func(path string) bool {
+		return !r.Cold && slices.ContainsFunc(m.Disks, func(d Disk) bool { return d.Path == path && d.Start })
+	})
+	add(len(missing) > 0, ReasonStorage, "host %s has not got %s of VM %s: it has to be shared, or copied there", h.Name, strings.Join(missing, ", "), m.Name)
+	add(r.Cold && len(m.Stays) > 0, ReasonStays, "VM %s has %s, whose contents are on host %s only: stopped, and started on host %s, it would have an empty one; only a live migration takes it along", m.Name, strings.Join(m.Stays, " and "), m.Host, h.Name)
+	add(m.Snapshots > 0, ReasonSnapshots, "libvirt has %d snapshots of VM %s, and takes it to no other host with them: delete them (virsh snapshot-delete, with --metadata if their contents are to be kept)", m.Snapshots, m.Name)
+	add(r.Cold && m.Checkpoints > 0, ReasonSnapshots, "libvirt has %d checkpoints of VM %s, and does not let its definition go with them: delete them (virsh checkpoint-delete, with --metadata if backups still need them)", m.Checkpoints, m.Name)
 	if away := sum(m.Agent.away(nil)); !r.Cold && r.far == nil && len(m.GPUs) > 0 && away > h.Keep {
 		out = append(out, notKept(m, away, h))
 	}

@@ -102,6 +102,12 @@ func reasonsAgainstTargets() []reasonCase {
 		{ReasonMemory, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].FreeMemory = gib }, "h2", "VM web needs 2 GiB and host h2 has 1 GiB free"},
 		{ReasonCPU, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].CPU = "it lacks avx512f" }, "h2", "VM web has a processor that host h2 cannot give it: it lacks avx512f"},
 		{ReasonStorage, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].Missing = []string{"/img/web.raw"} }, "h2", "host h2 has not got /img/web.raw of VM web: it has to be shared, or copied there"},
+		{ReasonStorage, Request{Cold: true}, func(m *VMFacts, h []HostFacts) {
+			m.Agent, m.Persistent, m.Disks, h[1].Missing = nil, true, []Disk{{Path: "/nvram/web.fd", Start: true}}, []string{"/nvram/web.fd"}
+		}, "h2", "host h2 has not got /nvram/web.fd of VM web: it has to be shared, or copied there"},
+		{ReasonStays, Request{Cold: true}, func(m *VMFacts, _ []HostFacts) { m.Agent, m.Persistent, m.Stays = nil, true, []string{"a TPM"} }, "h2", "VM web has a TPM, whose contents are on host h1 only"},
+		{ReasonSnapshots, Request{}, func(m *VMFacts, _ []HostFacts) { m.Snapshots = 2 }, "h2", "libvirt has 2 snapshots of VM web, and takes it to no other host with them"},
+		{ReasonSnapshots, Request{Cold: true}, func(m *VMFacts, _ []HostFacts) { m.Agent, m.Persistent, m.Checkpoints = nil, true, 1 }, "h2", "libvirt has 1 checkpoints of VM web, and does not let its definition go with them"},
 		{ReasonStash, Request{}, func(m *VMFacts, h []HostFacts) { m.Agent.FreeMemory, h[1].Keep = 0, 32*mib }, "h2", "64 MiB of the GPU state of VM web is more than its memory has room for, and host h2 can keep 32 MiB (devices.stash)"},
 		{ReasonLockManager, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].LockManagerError = "lockd: connection refused" }, "h2", "libvirt's lock manager does not answer on host h2, and without it VM web can neither run nor go on there (lockd: connection refused)"},
 		{ReasonLimit, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].Migrations, h[1].Most = 2, 2 }, "h2", "2 migrations from or to host h2 run already, and no more than 2 may"},
@@ -561,5 +567,14 @@ func TestAwayCost(t *testing.T) {
 	m.Agent.FreeMemory = gib
 	if _, c := plan(model); c.Cost != stays.Cost {
 		t.Errorf("what stays is to take %v, and was to take %v", c.Cost, stays.Cost)
+	}
+}
+
+// What is in a VM's TPM and in its firmware's variables goes along when it is migrated live.
+func TestLiveMigrationTakesAlongWhatAStartElsewhereWouldLose(t *testing.T) {
+	m, hosts := facts()
+	m.Stays, m.Checkpoints, m.Disks, hosts[1].Missing = []string{"a TPM"}, 1, []Disk{{Path: "/nvram/web.fd", Start: true}}, []string{"/nvram/web.fd"}
+	if p := Make(Request{Verb: Migrate, Cold: true}, m, hosts, NewCostModel()); !p.Possible() || p.Cold {
+		t.Errorf("cold %v: %v, %v", p.Cold, p.Reasons, p.Rejected)
 	}
 }

@@ -67,9 +67,10 @@ func vmFacts(host string, f *gpuctlv1.SiteMachineFacts) migrate.VMFacts {
 			VM: vm.VM{UUID: f.GetUuid(), Name: f.GetName()}, State: f.GetState(), Type: f.GetType(), Memory: f.GetMemory(), Persistent: f.GetPersistent(),
 		},
 		Host: host, Passthrough: f.GetPassthrough(), OtherDevices: f.GetOtherDevices(), GPUs: f.GetGpus(), AgentError: f.GetAgentError(), Unlocked: f.GetUnlocked(), Serves: f.GetServes(),
+		Stays: f.GetStays(), Snapshots: f.GetSnapshots(), Checkpoints: f.GetCheckpoints(),
 	}
 	for _, d := range f.GetDisks() {
-		out.Disks = append(out.Disks, migrate.Disk{Path: d.GetPath(), ReadOnly: d.GetReadOnly()})
+		out.Disks = append(out.Disks, migrate.Disk{Path: d.GetPath(), ReadOnly: d.GetReadOnly(), Start: d.GetStart()})
 	}
 	for _, p := range f.GetParts() {
 		out.Parts = append(out.Parts, migrate.PartFacts{GPU: p.GetGpu(), Memory: p.GetMemory(), Channels: p.GetChannels()})

@@ -287,6 +287,27 @@ func nameIn(xml []byte) string {
 	return strings.TrimSpace(d.Name)
 }
 
+// Snapshots returns how many snapshots and checkpoints libvirt has of a domain. With some, it neither removes the
+// definition nor, with snapshots, migrates the domain.
+func (c *Client) Snapshots(ctx context.Context, d Domain) (snapshots, checkpoints int, err error) {
+	if c.driver != QEMU { // the others know none
+		return 0, 0, nil
+	}
+	count := func(name string, f func(*libvirt.Libvirt) (int32, error)) int {
+		n, e := do(ctx, c, c.query(name, d.Name), f)
+		if e != nil && !errors.Is(e, ErrUnsupported) {
+			err = e
+		}
+		return max(0, int(n))
+	}
+	snapshots = count("snapshot-list", func(rpc *libvirt.Libvirt) (int32, error) { return rpc.DomainSnapshotNum(d.raw(), 0) })
+	checkpoints = count("checkpoint-list", func(rpc *libvirt.Libvirt) (int32, error) {
+		_, n, err := rpc.DomainListAllCheckpoints(d.raw(), 0, 0)
+		return n, err
+	})
+	return snapshots, checkpoints, err
+}
+
 // Undefine removes a domain's persistent definition. A running domain goes on. The file with
 // the variables of the domain's firmware stays: without being told what to do with it, qemu's
 // driver refuses. libxl's knows no such file, and refuses to be told.

@@ -49,6 +49,7 @@ const (
 	procDetach          = 161
 	procJobInfo         = 163
 	procAbort           = 164
+	procSnapshotNum     = 187
 	procCreate          = 196
 	procState           = 212
 	procUndefine        = 231
@@ -67,6 +68,7 @@ const (
 	procJobCompleted    = 363
 	procRemovalFailed   = 367
 	procCompareHyperCPU = 393
+	procCheckpoints     = 413
 	shapeError          = "ii?si?(sui)?s?s?sii?(su)"
 	shapeDomain         = "sui"
 )
@@ -88,8 +90,10 @@ func shape(proc uint32) (string, bool) {
 		return shapeDomain, true
 	case procAuthList:
 		return "*i", true
-	case procAuthPolkit, procRegister, procIsPersistent, procCompareCPU, procCompareHyperCPU:
+	case procAuthPolkit, procRegister, procIsPersistent, procCompareCPU, procCompareHyperCPU, procSnapshotNum:
 		return "i", true
+	case procCheckpoints:
+		return "*(s" + shapeDomain + ")i", true
 	case procState:
 		return "ii", true
 	case procJobInfo:

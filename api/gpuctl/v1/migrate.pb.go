@@ -2733,12 +2733,15 @@ type SiteMachineFacts struct {
 	AgentError    string                 `protobuf:"bytes,12,opt,name=agent_error,json=agentError,proto3" json:"agent_error,omitempty"`
 	Hello         *HelloResponseSummary  `protobuf:"bytes,13,opt,name=hello,proto3" json:"hello,omitempty"`
 	Sessions      []*SiteSession         `protobuf:"bytes,14,rep,name=sessions,proto3" json:"sessions,omitempty"`
-	Stored        bool                   `protobuf:"varint,15,opt,name=stored,proto3" json:"stored,omitempty"`         // the stored definition contains its GPU
-	Persistent    bool                   `protobuf:"varint,16,opt,name=persistent,proto3" json:"persistent,omitempty"` // it has a stored definition
-	Parts         []*SitePart            `protobuf:"bytes,50,rep,name=parts,proto3" json:"parts,omitempty"`            // of mediated GPUs
-	Refused       []*AdoptRefusal        `protobuf:"bytes,40,rep,name=refused,proto3" json:"refused,omitempty"`        // CUDA programs that can't be moved
-	Unlocked      []string               `protobuf:"bytes,80,rep,name=unlocked,proto3" json:"unlocked,omitempty"`      // files of its disks that libvirt's lock manager should have locked, and has not
-	Serves        string                 `protobuf:"bytes,81,opt,name=serves,proto3" json:"serves,omitempty"`          // why it must stay where it is, as a service VM; empty: it may go
+	Stored        bool                   `protobuf:"varint,15,opt,name=stored,proto3" json:"stored,omitempty"`           // the stored definition contains its GPU
+	Persistent    bool                   `protobuf:"varint,16,opt,name=persistent,proto3" json:"persistent,omitempty"`   // it has a stored definition
+	Parts         []*SitePart            `protobuf:"bytes,50,rep,name=parts,proto3" json:"parts,omitempty"`              // of mediated GPUs
+	Refused       []*AdoptRefusal        `protobuf:"bytes,40,rep,name=refused,proto3" json:"refused,omitempty"`          // CUDA programs that can't be moved
+	Unlocked      []string               `protobuf:"bytes,80,rep,name=unlocked,proto3" json:"unlocked,omitempty"`        // files of its disks that libvirt's lock manager should have locked, and has not
+	Serves        string                 `protobuf:"bytes,81,opt,name=serves,proto3" json:"serves,omitempty"`            // why it must stay where it is, as a service VM; empty: it may go
+	Stays         []string               `protobuf:"bytes,82,rep,name=stays,proto3" json:"stays,omitempty"`              // what of it is on this host only, and does not come along if it is stopped and started elsewhere
+	Snapshots     uint32                 `protobuf:"varint,83,opt,name=snapshots,proto3" json:"snapshots,omitempty"`     // that libvirt has of it
+	Checkpoints   uint32                 `protobuf:"varint,84,opt,name=checkpoints,proto3" json:"checkpoints,omitempty"` // that libvirt has of it
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2913,6 +2916,27 @@ func (x *SiteMachineFacts) GetServes() string {
 	return ""
 }
 
+func (x *SiteMachineFacts) GetStays() []string {
+	if x != nil {
+		return x.Stays
+	}
+	return nil
+}
+
+func (x *SiteMachineFacts) GetSnapshots() uint32 {
+	if x != nil {
+		return x.Snapshots
+	}
+	return 0
+}
+
+func (x *SiteMachineFacts) GetCheckpoints() uint32 {
+	if x != nil {
+		return x.Checkpoints
+	}
+	return 0
+}
+
 type HelloResponseSummary struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Version       string                 `protobuf:"bytes,1,opt,name=version,proto3" json:"version,omitempty"`
@@ -3077,6 +3101,8 @@ type SiteDisk struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Path          string                 `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
 	ReadOnly      bool                   `protobuf:"varint,2,opt,name=read_only,json=readOnly,proto3" json:"read_only,omitempty"`
+	Start         bool                   `protobuf:"varint,3,opt,name=start,proto3" json:"start,omitempty"` // only a start needs it: what is in it comes along when the VM is migrated live
+	Sum           []byte                 `protobuf:"bytes,4,opt,name=sum,proto3" json:"sum,omitempty"`      // SHA-256 of what is in it; empty: that is not compared
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3123,6 +3149,20 @@ func (x *SiteDisk) GetReadOnly() bool {
 		return x.ReadOnly
 	}
 	return false
+}
+
+func (x *SiteDisk) GetStart() bool {
+	if x != nil {
+		return x.Start
+	}
+	return false
+}
+
+func (x *SiteDisk) GetSum() []byte {
+	if x != nil {
+		return x.Sum
+	}
+	return nil
 }
 
 type SiteHostFactsRequest struct {
@@ -3743,7 +3783,7 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\asession\x18\x02 \x01(\tR\asession\x12(\n" +
 	"\x04mark\x18\x03 \x01(\v2\x14.gpuctl.v1.StateMarkR\x04mark\x12\x16\n" +
 	"\x06expect\x18\x04 \x01(\x04R\x06expect\x12+\n" +
-	"\x05chunk\x18\x05 \x01(\v2\x15.gpuctl.v1.StateChunkR\x05chunk\"\x94\x05\n" +
+	"\x05chunk\x18\x05 \x01(\v2\x15.gpuctl.v1.StateChunkR\x05chunk\"\xea\x05\n" +
 	"\x10SiteMachineFacts\x12\x12\n" +
 	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
@@ -3768,7 +3808,10 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\x05parts\x182 \x03(\v2\x13.gpuctl.v1.SitePartR\x05parts\x121\n" +
 	"\arefused\x18( \x03(\v2\x17.gpuctl.v1.AdoptRefusalR\arefused\x12\x1a\n" +
 	"\bunlocked\x18P \x03(\tR\bunlocked\x12\x16\n" +
-	"\x06serves\x18Q \x01(\tR\x06serves\"\xc2\x01\n" +
+	"\x06serves\x18Q \x01(\tR\x06serves\x12\x14\n" +
+	"\x05stays\x18R \x03(\tR\x05stays\x12\x1c\n" +
+	"\tsnapshots\x18S \x01(\rR\tsnapshots\x12 \n" +
+	"\vcheckpoints\x18T \x01(\rR\vcheckpoints\"\xc2\x01\n" +
 	"\x14HelloResponseSummary\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12\x1a\n" +
 	"\bprotocol\x18\x02 \x01(\rR\bprotocol\x12\x18\n" +
@@ -3782,10 +3825,12 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\acommand\x18\x02 \x01(\tR\acommand\x12&\n" +
 	"\x05usage\x18\x03 \x01(\v2\x10.gpuctl.v1.UsageR\x05usage\x12\x16\n" +
 	"\x06frozen\x18\x04 \x01(\bR\x06frozen\x12\x16\n" +
-	"\x06engine\x18( \x01(\tR\x06engine\";\n" +
+	"\x06engine\x18( \x01(\tR\x06engine\"c\n" +
 	"\bSiteDisk\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x1b\n" +
-	"\tread_only\x18\x02 \x01(\bR\breadOnly\"{\n" +
+	"\tread_only\x18\x02 \x01(\bR\breadOnly\x12\x14\n" +
+	"\x05start\x18\x03 \x01(\bR\x05start\x12\x10\n" +
+	"\x03sum\x18\x04 \x01(\fR\x03sum\"{\n" +
 	"\x14SiteHostFactsRequest\x12)\n" +
 	"\x05disks\x18\x01 \x03(\v2\x13.gpuctl.v1.SiteDiskR\x05disks\x12\x12\n" +
 	"\x04from\x18\x02 \x01(\tR\x04from\x12$\n" +

@@ -1,10 +1,14 @@
 package endpoint
 
 import (
+	"bytes"
 	"context"
+	"crypto/sha256"
 	"encoding/xml"
 	"errors"
 	"fmt"
+	"io"
+	"os"
 	"slices"
 	"strings"
 
@@ -43,6 +47,12 @@ func (l *Local) MachineFacts(ctx context.Context, uuid string) (*gpuctlv1.SiteMa
 	if out.Cpu, err = l.cpu(ctx, &x); err != nil {
 		return nil, err
 	}
+	out.Stays = stays(&x)
+	snapshots, checkpoints, err := l.Client.Snapshots(ctx, d)
+	if err != nil {
+		return nil, err
+	}
+	out.Snapshots, out.Checkpoints = uint32(snapshots), uint32(checkpoints)
 	if l.Locks != nil && m.State == virt.Running.String() {
 		out.Unlocked = l.unlocked(out.GetDisks())
 	}
@@ -182,6 +192,10 @@ func files(x *libvirtxml.Domain) (out []*gpuctlv1.SiteDisk) {
 	if x.OS != nil {
 		add(x.OS.Kernel, true)
 		add(x.OS.Initrd, true)
+		if path := variables(x.OS.NVRam); strings.HasPrefix(path, "/") {
+			// One that another start has left on a host is not this one.
+			out = append(out, &gpuctlv1.SiteDisk{Path: path, Start: true, Sum: sum(path)})
+		}
 	}
 	if x.Devices == nil {
 		return out
@@ -200,6 +214,55 @@ func files(x *libvirtxml.Domain) (out []*gpuctlv1.SiteDisk) {
 	return out
 }
 
+// variables returns the path of the file with the variables of a VM's firmware; empty: none.
+func variables(n *libvirtxml.DomainNVRam) string {
+	switch {
+	case n == nil:
+		return ""
+	case n.Source != nil && n.Source.File != nil:
+		return n.Source.File.File
+	}
+	return strings.TrimSpace(n.NVRam)
+}
+
+// largestVariables is the most that is compared of such a file.
+const largestVariables = 64 << 20
+
+// sum returns the SHA-256 of a file; nil: it cannot be read.
+func sum(path string) []byte {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil
+	}
+	defer func() { _ = f.Close() }()
+	h := sha256.New()
+	if i, err := f.Stat(); err != nil || !i.Mode().IsRegular() {
+		return nil
+	}
+	if _, err := io.Copy(h, io.LimitReader(f, largestVariables)); err != nil {
+		return nil
+	}
+	return h.Sum(nil)
+}
+
+// stays returns what of a VM is on this host only, and is not found where the VM is started next.
+func stays(x *libvirtxml.Domain) (out []string) {
+	if x.Devices != nil && len(x.Devices.TPMs) > 0 {
+		out = append(out, "a TPM")
+	}
+	return out
+}
+
+// missing returns which of a VM's files are not on this host, or differ.
+func (l *Local) missing(disks []*gpuctlv1.SiteDisk) (out []string) {
+	for _, d := range disks {
+		if err := l.Files(d.GetPath()); err != nil || len(d.GetSum()) > 0 && !bytes.Equal(d.GetSum(), sum(d.GetPath())) {
+			out = append(out, d.GetPath())
+		}
+	}
+	return out
+}
+
 // HostFacts returns what a plan needs to know about this host.
 func (l *Local) HostFacts(ctx context.Context, r *gpuctlv1.SiteHostFactsRequest) (*gpuctlv1.SiteHostFacts, error) {
 	if l.Client == nil {
@@ -213,11 +276,7 @@ func (l *Local) HostFacts(ctx context.Context, r *gpuctlv1.SiteHostFactsRequest)
 	if out.FreeMemory, err = l.Client.FreeMemory(ctx); err != nil {
 		return nil, err
 	}
-	for _, d := range r.GetDisks() {
-		if err := l.Files(d.GetPath()); err != nil {
-			out.Missing = append(out.Missing, d.GetPath())
-		}
-	}
+	out.Missing = l.missing(r.GetDisks())
 	if c := r.GetCpu(); c != nil && r.GetFrom() != l.Name {
 		switch has, err := l.Client.HasCPU(ctx, virt.CPU{XML: c.GetXml(), Emulator: c.GetEmulator(), Arch: c.GetArch(), Machine: c.GetMachine(), Type: c.GetType()}); {
 		case errors.Is(err, virt.ErrUnsupported): // whether it works is only known after the attempt

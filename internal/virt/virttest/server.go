@@ -588,6 +588,8 @@ func (s *Server) onDomain(call string, d *domain, r *reader, w *writer) *refusal
 		}
 	case "attach-device", "detach-device":
 		return s.device(call == "attach-device", d, r.str(), r.u32())
+	case "snapshots", "checkpoints":
+		w.saved(call, d)
 	case "domjobinfo":
 		s.jobInfo(d, w)
 	case "domjobabort":

@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"io"
+	"strings"
 )
 
 // procedures returns the names of the known procedures, in virsh's terms, by their number
@@ -15,6 +16,7 @@ func procedures() map[uint32]string {
 		28: "resume", 34: "suspend", 59: "hostname", 66: "auth list", 102: "free memory", 151: "is persistent", 157: "version", 160: "attach-device",
 		161: "detach-device", 164: "domjobabort", 196: "start", 212: "domstate", 231: "undefine", 234: "destroy", 258: "shutdown",
 		273: "list", 298: "domjobinfo", 305: "migrate", 306: "finish", 316: "register", 350: "define",
+		187: "snapshots", 413: "checkpoints",
 	}
 }
 
@@ -114,6 +116,14 @@ func (w *writer) domain(d *domain) {
 	w.str(d.name)
 	*w = append(*w, d.uuid[:]...)
 	w.u32(uint32(int32(d.id)))
+}
+
+// saved writes how many snapshots or checkpoints a domain has: those that its definition mentions.
+func (w *writer) saved(call string, d *domain) {
+	if call == "checkpoints" {
+		w.u32(0) // they are only counted
+	}
+	w.u32(uint32(strings.Count(d.config, "<!-- "+strings.TrimSuffix(call, "s")+" -->")))
 }
 
 // fromQEMU is the part of libvirt that errors are from if nothing is said (virErrorDomain).
