@@ -17,22 +17,23 @@ import (
 // of the VM first; without one, it is refused unless they may be lost. It goes on if the
 // caller leaves.
 func (k *Keeper) Detach(ctx context.Context, r *gpuctlv1.DetachRemoteRequest, report cards.Report) error {
-	v, err := k.Node.Read(ctx)
+	_, l, err := k.now(ctx, r.GetMachine())
 	if err != nil {
 		return err
-	}
-	m, l, err := k.find(ctx, v, r.GetMachine())
-	if err != nil {
-		return err
-	}
-	if g := r.GetGpu(); g != "" && g != l.GPU && k.Node.HostName()+"/"+g != l.GPU {
-		return reason.Errorf(reason.NotFound, "VM %s has %s, and not %.300s", l.vm.Name, l.GPU, g).On("gpu", g)
 	}
 	end, err := k.alone(l.vm)
 	if err != nil {
 		return err
 	}
 	defer end()
+	// Only from now on nobody exchanges it: all lasting claims of a VM have one name.
+	m, l, err := k.now(ctx, l.vm.UUID)
+	if err != nil {
+		return err
+	}
+	if g := r.GetGpu(); g != "" && g != l.GPU && k.Node.HostName()+"/"+g != l.GPU {
+		return reason.Errorf(reason.NotFound, "VM %s has %s, and not %.300s", l.vm.Name, l.GPU, g).On("gpu", g)
+	}
 	c := &steps.Change{GPU: l.GPU, Machine: l.vm.Name, Report: report}
 	sessions, reasons := k.leaves(ctx, m, l)
 	if c.Reasons = reasons; r.GetUnconfirmed() {
@@ -49,6 +50,15 @@ func (k *Keeper) Detach(ctx context.Context, r *gpuctlv1.DetachRemoteRequest, re
 		return err
 	}
 	return k.detach(context.WithoutCancel(ctx), c, m, l, sessions, comeHome, r.GetUnconfirmed())
+}
+
+// now returns a VM's claim by what is committed.
+func (k *Keeper) now(ctx context.Context, ref string) (*vm.Info, lent, error) {
+	v, err := k.Node.Read(ctx)
+	if err != nil {
+		return nil, lent{}, err
+	}
+	return k.find(ctx, v, ref)
 }
 
 // find returns a VM's claim. The VM is nil if this host has none of that name: it has ended,

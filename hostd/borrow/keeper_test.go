@@ -429,6 +429,39 @@ func TestADetachLosesNoSessions(t *testing.T) {
 	}
 }
 
+// early is a node whose state changes right after it was read for the first time.
+type early struct {
+	*world
+	then func()
+}
+
+func (e *early) Read(context.Context) (*state.View, error) {
+	v, then := e.View(), e.then
+	if e.then = nil; then != nil {
+		then()
+	}
+	return v, nil
+}
+
+// A detach that was slow to begin does not take the GPU that the VM has got meanwhile.
+func TestADetachTakesNoLaterGPU(t *testing.T) {
+	w := newWorld(t)
+	w.bind(web.UUID, "web", "h2/low", gib)
+	change := func() {
+		lender := &lendingSite{world: w, host: "h2"}
+		req := connect.NewRequest(&gpuctlv1.SiteLendRequest{Machine: &gpuctlv1.SiteMachine{Uuid: web.UUID, Name: "web"}, Claim: endpoint.LastingClaim(web.UUID)})
+		if _, err := lender.EndLend(t.Context(), req); err != nil {
+			t.Error(err)
+		}
+		w.bind(web.UUID, "web", "h3/big", gib)
+	}
+	k := New(Config{Node: &early{w, change}, Site: vmSite{w}, VMs: w, Log: slog.New(slog.DiscardHandler), Tell: time.Second})
+	err := k.Detach(t.Context(), &gpuctlv1.DetachRemoteRequest{Machine: "web", Gpu: "h2/low"}, func(*gpuctlv1.DeviceUpdate) {})
+	if of := k.Of(web.UUID); !reason.Is(err, reason.NotFound) || of.GetGpu() != "h3/big" {
+		t.Errorf("%v; it has %v", err, of)
+	}
+}
+
 // A VM is told of its GPU by the host on which it runs, and by no other.
 func TestTheHostOfAVMServesIt(t *testing.T) {
 	w := newWorld(t)

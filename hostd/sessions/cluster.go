@@ -287,6 +287,11 @@ func (h *Host) Uses(id, gpu string) bool {
 	if _, ok := h.ledger.Holds(id, gpu); ok {
 		return true
 	}
+	for _, l := range h.lent {
+		if l.Claim == id && slices.Contains(l.GPUs, gpu) { // a GPU that was not found has no entry in the ledger
+			return true
+		}
+	}
 	for _, op := range h.ops {
 		if op.Claim == id && slices.Contains(op.GPUs, gpu) {
 			return true

@@ -405,8 +405,10 @@ func (h *Host) lentTo(claim string) string {
 func (h *Host) restoreLent(all []*lent) {
 	for _, l := range all {
 		h.lent[l.ID] = l
-		if err := h.ledger.Reserve(l.Claim, l.GPUs, l.Amount); err != nil && !errors.Is(err, ledger.ErrUnknownGPU) {
-			h.Log.Error("a lent gpu is held by others", "lease", l.ID, "claim", l.Claim, "err", err)
+		for _, gpu := range l.GPUs { // of several, one may not be found this time
+			if err := h.ledger.Reserve(l.Claim, []string{gpu}, l.Amount); err != nil && !errors.Is(err, ledger.ErrUnknownGPU) {
+				h.Log.Error("a lent gpu is held by others", "lease", l.ID, "claim", l.Claim, "err", err)
+			}
 		}
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -15,6 +16,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/hostd/member"
 	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
+	"github.com/gpuctl/gpuctl/hostd/sessions/ledger"
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
@@ -305,4 +307,23 @@ func TestFarExecutorsThatNoLeaseKnowsEnd(t *testing.T) {
 		l.host.checkLent(t.Context())
 		return testkit.Want(len(l.guest.Leases()) == 0)
 	})
+}
+
+// The far executor of a lease goes on over a restart of hostd that does not find all of its GPUs.
+// Nobody else gets any of them.
+func TestLentGPUsStayReservedWhenOneIsNotFound(t *testing.T) {
+	h := &Host{ledger: ledger.New(), lent: map[string]*lent{}, HostConfig: HostConfig{Log: slog.New(slog.DiscardHandler)}}
+	h.ledger.SetGPU("big", 1<<30)
+	h.restoreLent([]*lent{{ID: "l-1", Claim: "other/c", GPUs: []string{"big", "gone"}}})
+	if err := h.ledger.Reserve("c-1", []string{"big"}, ledger.Whole); !errors.Is(err, ledger.ErrBusy) {
+		t.Errorf("another claim gets what is lent: %v", err)
+	}
+	for _, gpu := range []string{"big", "gone"} {
+		if !h.Uses("other/c", gpu) {
+			t.Errorf("the cluster is told that %s is free", gpu)
+		}
+	}
+	if h.Uses("other/c", "mid") || h.Uses("c-1", "gone") {
+		t.Error("it uses what it has not got")
+	}
 }
