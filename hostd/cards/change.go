@@ -10,6 +10,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/cluster/query"
 	"github.com/gpuctl/gpuctl/internal/random"
 	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/passthrough/bind"
@@ -431,17 +432,29 @@ func (k *Keeper) obtainNamed(ctx context.Context, claim string, m vm.VM, gpus []
 	return k.obtainFor(ctx, &cardAssignment{Claim: claim, UUID: m.UUID, Name: m.Name}, gpus, more, memory)
 }
 
-// obtainFor does the same for the claim of an assignment.
-func (k *Keeper) obtainFor(ctx context.Context, a *cardAssignment, gpus []string, more string, memory uint64) (gpu string, err error) {
+// Among returns the expression for a claim of one of these GPUs, for which what an operator asks for
+// is true, too. That is to be an expression by itself: one as "true) || (true" would be true of others.
+func Among(gpus []string, more string) (string, error) {
 	quoted := make([]string, len(gpus))
 	for i, g := range gpus {
 		quoted[i] = fmt.Sprintf("%q", g)
 	}
+	all := "name in [" + strings.Join(quoted, ", ") + "]"
+	if strings.TrimSpace(more) == "" {
+		return all, nil
+	}
+	if _, err := query.Compile(clusterv1.Kind_KIND_GPU, more); err != nil {
+		return "", fmt.Errorf("which gpu: %w", err)
+	}
+	return all + " && (" + more + "\n)", nil // it may end with a comment
+}
+
+// obtainFor does the same for the claim of an assignment.
+func (k *Keeper) obtainFor(ctx context.Context, a *cardAssignment, gpus []string, more string, memory uint64) (gpu string, err error) {
 	c := a.claim()
 	c.CreatedUnixMs = k.Now().UnixMilli()
-	c.Expr = "name in [" + strings.Join(quoted, ", ") + "]"
-	if more != "" {
-		c.Expr += " && (" + more + ")"
+	if c.Expr, err = Among(gpus, more); err != nil {
+		return "", err
 	}
 	if memory > 0 && a.Slice != nil {
 		c.MinMemory = memory

@@ -325,13 +325,13 @@ func (k *Keeper) Statuses() map[string][]server.Status {
 func (k *Keeper) obtain(ctx context.Context, a *assignment, gpus []GPU, more string) error {
 	c := a.claim()
 	c.CreatedUnixMs = k.Now().UnixMilli()
-	quoted := make([]string, len(gpus))
-	for i, g := range gpus {
-		quoted[i] = fmt.Sprintf("%q", g.Name)
+	var names []string
+	for _, g := range gpus {
+		names = append(names, g.Name)
 	}
-	c.Expr = "name in [" + strings.Join(quoted, ", ") + "]"
-	if more != "" {
-		c.Expr += " && (" + more + ")"
+	var err error
+	if c.Expr, err = cards.Among(names, more); err != nil {
+		return fmt.Errorf("vm %s: %w", a.vm(), err)
 	}
 	k.mu.Lock()
 	k.claiming[c.GetId()] = true
