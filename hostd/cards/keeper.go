@@ -44,6 +44,9 @@ type Hypervisor interface {
 	Driver() string
 	// Owners returns the functions that running VMs have, each with its VM.
 	Owners(ctx context.Context) (map[pci.Address]vm.VM, error)
+	// Building reports whether a VM has a domain that has not run yet, which may not have
+	// its devices yet.
+	Building(ctx context.Context, uuid string) (bool, error)
 	// GuestAddress returns where a running VM has a function; nil: that is unknown, or the
 	// VM does not have it.
 	GuestAddress(ctx context.Context, uuid string, function pci.Address) (*pci.Address, error)
@@ -163,7 +166,7 @@ type Config struct {
 type Timing struct {
 	Verify time.Duration // time for the hypervisor to confirm a change: 15 s
 	Step   time.Duration // time for one step: 90 s
-	Grace  time.Duration // time between the preparation of a VM's start and the VM having its cards: 90 s
+	Grace  time.Duration // time between the preparation of a VM's start and the VM having its cards, or a domain: 90 s
 	Every  time.Duration // time between periodic reconciliations: 30 s
 }
 

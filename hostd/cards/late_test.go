@@ -79,3 +79,36 @@ func TestCardOfAVMThatMigratesIsNotDetached(t *testing.T) {
 		t.Errorf("%v", err)
 	}
 }
+
+// A VM with much memory gets its devices minutes after the hook was asked.
+func TestASlowStartKeepsItsCard(t *testing.T) {
+	w := newWorld(t)
+	w.stop(uuid1)
+	if err := w.prepare(uuid1, card4...); err != nil {
+		t.Fatal(err)
+	}
+	w.building = uuid1
+	w.pass(10 * time.Minute)
+	if err := w.keeper.Reconcile(t.Context()); err != nil {
+		t.Error(err)
+	}
+	w.building = ""
+	w.run(uuid1, card4...) // it fails if the card is not ready
+	w.settled()
+	if len(w.keeper.assignments) != 1 {
+		t.Errorf("%v", w.keeper.assignments)
+	}
+}
+
+// A start that has failed keeps nothing.
+func TestAStartThatFailedGivesItsCardBack(t *testing.T) {
+	w := newWorld(t)
+	w.stop(uuid1)
+	if err := w.prepare(uuid1, card4...); err != nil {
+		t.Fatal(err)
+	}
+	w.pass(10 * time.Minute)
+	if err := w.keeper.Reconcile(t.Context()); err != nil || len(w.keeper.assignments) != 0 {
+		t.Errorf("%v, %v", err, w.keeper.assignments)
+	}
+}

@@ -88,8 +88,12 @@ func (k *Keeper) reconcileCard(ctx context.Context, a *cardAssignment) error {
 	switch {
 	case a.Phase == quarantined:
 		return nil
-	case a.Phase == ready && a.Starting && k.starting(a):
-		return nil
+	case a.Phase == ready && a.Starting:
+		if starts, err := k.starting(ctx, a); starts || err != nil {
+			return err
+		}
+	}
+	switch {
 	case keeps(a.Phase) && k.migrating(ctx, a):
 		return nil
 	case a.Phase == reserved:
@@ -183,9 +187,17 @@ func equal(a, b *cardAssignment) bool {
 		a.Starting == b.Starting && a.Migration == b.Migration && a.Message == b.Message
 }
 
-// starting reports whether a VM that asked for the card may still be starting.
-func (k *Keeper) starting(a *cardAssignment) bool {
-	return k.Now().Sub(a.at) < k.Grace
+// starting reports whether a VM that asked for the card may still be starting. The hypervisor may
+// take minutes to give it its memory, and only then gives it its devices.
+func (k *Keeper) starting(ctx context.Context, a *cardAssignment) (bool, error) {
+	if k.Now().Sub(a.at) < k.Grace {
+		return true, nil
+	}
+	building, err := k.Hypervisor.Building(ctx, a.UUID)
+	if err != nil {
+		return false, fmt.Errorf("whether vm %s, which is to have %s, is starting is not known: %w", a.vm(), a.label(), err)
+	}
+	return building, nil
 }
 
 // absent reports whether the hypervisor has listed no owner for the time gone.

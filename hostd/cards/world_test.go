@@ -35,6 +35,7 @@ type world struct {
 
 	mu             sync.Mutex
 	unreported     bool                   // the cluster does not know the GPUs yet
+	building       string                 // VM whose domain is being made
 	driver         map[pci.Address]string // bound
 	native         map[pci.Address]string
 	owner          map[pci.Address]string           // VM's UUID
@@ -273,7 +274,14 @@ func (w *world) Driver() string                        { return "pciback" }
 func (w *world) Dom0Access(*pci.Card) string           { return "enabled" }
 func (w *world) HotplugBlocker(*pci.Card) string       { return w.hotplugBlocker }
 func (w *world) Answers(context.Context, string) error { return nil }
-func (w *world) About(string) string                   { return "gpuguest 1" }
+
+func (w *world) Building(_ context.Context, uuid string) (bool, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.building == uuid, nil
+}
+
+func (w *world) About(string) string { return "gpuguest 1" }
 func (w *world) Report(context.Context, *pci.Card) (*gpuctlv1.IsolationResponse, error) {
 	if w.care {
 		return &gpuctlv1.IsolationResponse{Verdict: "care", Findings: []*gpuctlv1.IsolationFinding{{

@@ -59,6 +59,16 @@ func (x xenHypervisor) Owners(ctx context.Context) (map[pci.Address]vm.VM, error
 	return out, nil
 }
 
+// Building is true from when libxl has begun to make a domain. It gives it devices at the end.
+func (x xenHypervisor) Building(ctx context.Context, uuid string) (bool, error) {
+	domains, err := x.host.Domains(ctx)
+	return err == nil && building(domains, uuid), err
+}
+
+func building(domains []xen.Domain, uuid string) bool {
+	return slices.ContainsFunc(domains, func(d xen.Domain) bool { return canonical(d.UUID) == uuid && !d.Ran && !d.Dying })
+}
+
 // GuestAddress returns where libxl has put a device, which it writes to xenstore. HVM guests
 // have one bus.
 func (x xenHypervisor) GuestAddress(ctx context.Context, uuid string, f pci.Address) (*pci.Address, error) {
@@ -153,6 +163,9 @@ func (kvmHypervisor) ForceAttach(context.Context, string, pci.Address) error { r
 // repair.
 var errOneList = errors.New("only Xen keeps a list beside libvirt's")
 
+// Building is false, as Owners has the devices of a VM from the beginning of its start.
+func (kvmHypervisor) Building(context.Context, string) (bool, error) { return false, nil }
+
 func (k kvmHypervisor) GuestAddress(ctx context.Context, uuid string, f pci.Address) (*pci.Address, error) {
 	d, err := k.client.Lookup(ctx, uuid)
 	if errors.Is(err, virt.ErrNotFound) {
@@ -229,6 +242,8 @@ func (noHypervisor) HotplugBlocker(*pci.Card) string { return "" }
 
 func (noHypervisor) ForceDetach(context.Context, string, pci.Address) error { return errOneList }
 func (noHypervisor) ForceAttach(context.Context, string, pci.Address) error { return errOneList }
+
+func (noHypervisor) Building(context.Context, string) (bool, error) { return false, nil }
 
 func (noHypervisor) GuestAddress(context.Context, string, pci.Address) (*pci.Address, error) {
 	return nil, nil //nolint:nilnil // there are no VMs

@@ -11,6 +11,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/virt/virttest"
 	"github.com/gpuctl/gpuctl/passthrough/domxml"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
+	"github.com/gpuctl/gpuctl/passthrough/xen"
 )
 
 // A card goes where the VM had its card, if that is free and can be plugged in alone.
@@ -127,5 +128,22 @@ func TestOwnersAreKnownThoughAVMEndsMeanwhile(t *testing.T) {
 	s.Next("dumpxml", virttest.Fault{Code: noDomain, Message: "Domain not found"})
 	if owners, err := (mediated{c}).Owners(t.Context()); err != nil || len(owners) != 0 {
 		t.Errorf("%v, %v", owners, err)
+	}
+}
+
+// A domain is being made until it has run.
+func TestADomainIsBeingMade(t *testing.T) {
+	const uuid = "11111111-2222-4333-8444-555555555501"
+	for name, c := range map[string]struct {
+		domain xen.Domain
+		want   bool
+	}{
+		"being made": {xen.Domain{ID: 3, UUID: uuid, Paused: true}, true}, "it runs": {xen.Domain{ID: 3, UUID: uuid, Ran: true}, false},
+		"it is paused": {xen.Domain{ID: 3, UUID: uuid, Ran: true, Paused: true}, false}, "it could not be made": {xen.Domain{ID: 3, UUID: uuid, Dying: true}, false},
+		"another one": {xen.Domain{ID: 3, UUID: "11111111-2222-4333-8444-555555555502"}, false},
+	} {
+		if got := building([]xen.Domain{{ID: 0}, c.domain}, uuid); got != c.want {
+			t.Errorf("%s: %v", name, got)
+		}
 	}
 }

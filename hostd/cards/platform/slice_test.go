@@ -173,6 +173,8 @@ func (r *rig) Driver() string                  { return driverXen }
 func (r *rig) Dom0Access(*pci.Card) string     { return "" }
 func (r *rig) HotplugBlocker(*pci.Card) string { return "" }
 
+func (r *rig) Building(context.Context, string) (bool, error) { return false, nil }
+
 func (r *rig) Owners(context.Context) (map[pci.Address]vm.VM, error) {
 	if r.m.Crashed() {
 		return nil, sysfstest.ErrCrashed
