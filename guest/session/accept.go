@@ -142,17 +142,17 @@ func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 	if !ok {
 		return errNoToken
 	}
-	id, err := m.reserve()
+	id, err := m.reserve(g.uid)
 	if err != nil {
 		return err
 	}
-	defer m.unreserve()
+	defer m.unreserve(id)
 	now := time.Now().UnixMilli()
 	s := &session{
-		m: m, id: id, began: now, log: m.log.With("session", id), dir: m.sessionDir(id), gone: make(chan struct{}), ended: make(chan struct{}),
+		m: m, id: id, uid: g.uid, began: now, log: m.log.With("session", id), dir: m.sessionDir(id), gone: make(chan struct{}), ended: make(chan struct{}),
 		state: gpuctlv1.SessionState_SESSION_STATE_RUNNING,
 		rec: record{
-			Version: recordVersion, ID: id, Claim: offer.Claim, PID: g.pid, Command: commandLine(g.pid),
+			Version: recordVersion, ID: id, UID: g.uid, Claim: offer.Claim, PID: g.pid, Command: commandLine(g.pid),
 			StartedMS: now, Op: &opRecord{Kind: kindCreate}, CacheSecret: newSecret(), Program: compiled.Of(g.uid, g.pid),
 		},
 	}

@@ -72,7 +72,7 @@ type Manager struct {
 
 	mu       sync.Mutex
 	sessions map[string]*session
-	creating int
+	creating map[string]uint32 // users of sessions that are being made, by id; some are in sessions already
 	offers   engine.Offers
 }
 
@@ -104,7 +104,7 @@ func New(cfg Config) (*Manager, error) {
 	}
 	m := &Manager{
 		cfg: cfg, log: cfg.Logger, lock: lock, model: newModel(), loads: patience.New(leastLoad, mostLoad), die: engine.KillSelf,
-		sessions: map[string]*session{},
+		sessions: map[string]*session{}, creating: map[string]uint32{},
 	}
 	m.sharing = newSharing(m, share)
 	m.ctx, m.cancel = context.WithCancel(context.Background())
@@ -226,32 +226,52 @@ func (m *Manager) warm(ctx context.Context, rt *gpuctlv1.Runtime) error {
 	return errors.Join(errs...)
 }
 
-// reserve reserves a place and an unused id for a new session. unreserve ends the
-// reservation.
-func (m *Manager) reserve() (id string, err error) {
+// reserve reserves a place and an unused id for a new session of a user. unreserve ends the
+// reservation. A user has at most as many places as are left for others, so nobody finds all of
+// them taken by another user. Only root, and gpuguest's own user, may take all.
+func (m *Manager) reserve(uid uint32) (id string, err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.closing() {
 		return "", errors.New("gpuguest is shutting down")
 	}
-	if len(m.sessions)+m.creating >= m.cfg.MaxSessions {
+	taken, own := len(m.creating), 0
+	for _, of := range m.creating {
+		if of == uid {
+			own++
+		}
+	}
+	for id, s := range m.sessions {
+		if _, counted := m.creating[id]; counted {
+			continue
+		}
+		taken++
+		if s.uid == uid {
+			own++
+		}
+	}
+	switch left := m.cfg.MaxSessions - taken; {
+	case left <= 0:
 		return "", fmt.Errorf("all %d sessions are taken", m.cfg.MaxSessions)
+	case uid != 0 && int(uid) != os.Getuid() && own >= left:
+		return "", fmt.Errorf("user %d has %d sessions, and the last %d of %d are left for other users: end some (maxSessions)", uid, own, left, m.cfg.MaxSessions)
 	}
 	for {
 		var b [3]byte
 		_, _ = rand.Read(b[:]) // never fails
 		id = "s-" + hex.EncodeToString(b[:])
-		if _, err := os.Lstat(m.sessionDir(id)); errors.Is(err, fs.ErrNotExist) && !m.losses.Has(id) {
+		_, creating := m.creating[id]
+		if _, err := os.Lstat(m.sessionDir(id)); errors.Is(err, fs.ErrNotExist) && !creating && !m.losses.Has(id) {
 			break
 		}
 	}
-	m.creating++
+	m.creating[id] = uid
 	return id, nil
 }
 
-func (m *Manager) unreserve() {
+func (m *Manager) unreserve(id string) {
 	m.mu.Lock()
-	m.creating--
+	delete(m.creating, id)
 	m.mu.Unlock()
 }
 

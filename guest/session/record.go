@@ -36,6 +36,7 @@ const (
 type record struct {
 	Version     int              `json:"version"`
 	ID          string           `json:"id"`
+	UID         uint32           `json:"uid,omitempty"` // the application's user
 	Claim       string           `json:"claim"`
 	PID         int              `json:"pid"`
 	Start       uint64           `json:"start"`

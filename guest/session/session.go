@@ -22,7 +22,8 @@ import (
 type session struct {
 	m     *Manager
 	id    string
-	began int64 // Unix milliseconds
+	uid   uint32 // the application's user; 0 as well if an older gpuguest has not recorded it
+	began int64  // Unix milliseconds
 	log   *slog.Logger
 	dir   string
 	mem   *memory

@@ -1,0 +1,72 @@
+package session
+
+import (
+	"os"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// as runs f as another user. Only this thread is that user.
+func as(t *testing.T, uid uint32, f func()) {
+	t.Helper()
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	keep := ^uintptr(0)
+	if _, _, errno := unix.RawSyscall(unix.SYS_SETRESUID, keep, uintptr(uid), keep); errno != 0 {
+		t.Fatal(errno)
+	}
+	defer func() {
+		if _, _, errno := unix.RawSyscall(unix.SYS_SETRESUID, keep, 0, keep); errno != 0 {
+			panic(errno)
+		}
+	}()
+	f()
+}
+
+// In a VM each user may have sessions without a token. One who takes all that there are gets no
+// more than half: others find a place, and root takes the last. A gpuguest that takes the sessions
+// over knows whose they are.
+func TestOneUserDoesNotTakeEverySession(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("only root can be several users")
+	}
+	b := newBench(t, func(c *Config) { c.MaxSessions = 8 })
+	for path, mode := range map[string]os.FileMode{b.dir: 0o755, filepath.Join(b.dir, "apps"): 0o666} {
+		if err := os.Chmod(path, mode); err != nil {
+			t.Fatal(err)
+		}
+	}
+	const greedy, honest = 65533, 65532
+	connect := func(uid uint32) (status int32, text string) {
+		as(t, uid, func() { status, text = b.connect("tok") })
+		return status, text
+	}
+	for i := range 4 { // one is root's
+		if status, text := connect(greedy); status != 0 {
+			t.Fatal(i, status, text)
+		}
+	}
+	if status, text := connect(greedy); status == 0 || !strings.Contains(text, "left for other users") {
+		t.Errorf("one more than half: %d %s", status, text)
+	}
+	b.m.Close()
+	b.m = newManager(t, b.dir, b.l, func(c *Config) { c.MaxSessions = 8 })
+	if n := len(b.m.list()); n != 5 {
+		t.Fatalf("%d sessions were taken over", n)
+	}
+	if id, err := b.m.reserve(greedy); err == nil {
+		t.Errorf("the next gpuguest gives one more than half: %s", id)
+	}
+	for _, c := range []struct {
+		uid  uint32
+		want bool
+	}{{honest, true}, {honest, true}, {honest, false}, {0, true}, {0, false}} {
+		if _, err := b.m.reserve(c.uid); (err == nil) != c.want {
+			t.Errorf("user %d: %v", c.uid, err)
+		}
+	}
+}
