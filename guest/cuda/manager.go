@@ -80,8 +80,8 @@ type Manager struct {
 	mu       sync.Mutex
 	sessions map[string]*session
 	offers   engine.Offers
-	aside    map[string]bool // tokens of offers by which a job is being adopted
-	seen     *ask.Answer     // the last look
+	aside    map[turn]bool // by whom jobs are being adopted
+	seen     *ask.Answer   // the last look
 	seenAt   time.Time
 }
 
@@ -114,7 +114,7 @@ func New(cfg Config) (*Manager, error) {
 	}
 	m := &Manager{
 		cfg: cfg, log: cfg.Logger, lock: lock, ask: &ask.Client{Helper: cfg.Helper},
-		sessions: map[string]*session{}, aside: map[string]bool{},
+		sessions: map[string]*session{}, aside: map[turn]bool{},
 	}
 	m.self, _ = os.Readlink("/proc/self/exe")
 	if m.cfg.Roots.Except == nil {
@@ -226,13 +226,8 @@ func (m *Manager) list() []*session {
 // sessionOf returns the session that a process is a member of, or the root, or nil.
 func (m *Manager) sessionOf(pid int, start uint64) *session {
 	for _, s := range m.list() {
-		if s.rec.PID == pid && s.rec.Start == start {
+		if s.has(pid, start) {
 			return s
-		}
-		for _, mb := range s.members() {
-			if mb.PID == pid && mb.Start == start {
-				return s
-			}
 		}
 	}
 	return nil

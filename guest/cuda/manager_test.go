@@ -6,6 +6,8 @@ import (
 	"path/filepath"
 	"testing"
 
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/cuda/ask"
 	"github.com/gpuctl/gpuctl/guest/cuda/holders"
 )
 
@@ -46,5 +48,48 @@ func TestProcessesOfGpuguestAreKnownByWhoStartedThem(t *testing.T) {
 		if got := m.ours(pid); got != want {
 			t.Errorf("process %d: ours is %v", pid, got)
 		}
+	}
+}
+
+// Whoever asks whose a process is may ask while a session's processes are being made again.
+func TestProcessesAreFoundWhileAnOperationGivesThemOtherStarts(t *testing.T) {
+	m := &Manager{sessions: map[string]*session{}}
+	mb := &member{PID: 7, Start: 1}
+	s := &session{m: m, id: "d-1", silent: true, rec: record{PID: 7, Start: 1, Members: []*member{mb}}}
+	m.sessions[s.id] = s
+	made := make(chan struct{})
+	go func() {
+		defer close(made)
+		for i := range uint64(1000) {
+			if err := s.update(func(r *record) { r.Start, mb.Start = i, i }); err != nil {
+				t.Error(err)
+			}
+		}
+	}()
+	for range 1000 {
+		m.sessionOf(7, 0)
+	}
+	<-made
+	if m.sessionOf(7, 999) != s || m.sessionOf(7, 1) != nil {
+		t.Error("not found by its start")
+	}
+}
+
+// A plan looks at a session's members while lists of sessions bring their usage up to date.
+func TestUsageLeavesWhatAPlanIsLookingAt(t *testing.T) {
+	c := &machine{Answer: &ask.Answer{Processes: []ask.Process{{PID: 7, GPU: cardA, Used: 1}, {PID: 7, GPU: cardB, Used: 2}}}}
+	s := &session{state: gpuctlv1.SessionState_SESSION_STATE_RUNNING, rec: record{
+		GPUs:    []gpu{{UUID: cardB, Used: 1}},
+		Members: []*member{{PID: 7, Uses: []ask.UUID{cardB}, Used: []uint64{1}, Slots: []int{0}}},
+	}}
+	members := s.members()
+	s.used(c)
+	for _, mb := range members {
+		if to := mb.on([]ask.UUID{cardB}); len(to) != 1 || mb.bytes() != 1 {
+			t.Errorf("the member goes to %v, with %d bytes", to, mb.bytes())
+		}
+	}
+	if now := s.members()[0]; len(now.Uses) != 2 || now.bytes() != 3 || len(s.rec.GPUs) != 2 {
+		t.Errorf("not brought up to date: %v on %v", now, s.rec.GPUs)
 	}
 }

@@ -99,18 +99,18 @@ func TestNoSessionBeginsByAnOfferThatWasReplaced(t *testing.T) {
 	p.works()
 }
 
-// A user can stop the helpers that ask for its processes. Nobody else may wait for them.
-func TestHelperOfOneJobThatIsStoppedKeepsNobodyWaiting(t *testing.T) {
-	r := newRig(t, func(c *Config) { c.Deadlines.State = time.Hour })
-	bad := r.start([]string{tokenName + "=bad"})
+// stopHelpers has each helper stopped that asks for a process, and returns the file which then is
+// there.
+func (r *rig) stopHelpers(pid int) (stopped string) {
+	r.t.Helper()
 	h := r.m.cfg.Helper
-	stopped := filepath.Join(r.dir, "stopped")
-	script := fmt.Sprintf(`in=$(cat); case "$in" in *'"pid":%d,'*) echo $$ >> %s; kill -STOP $$;; esac; printf %%s "$in" | "%s" helper "$1"`, bad.pid, stopped, h.Path)
+	stopped = filepath.Join(r.dir, "stopped")
+	script := fmt.Sprintf(`in=$(cat); case "$in" in *'"pid":%d,'*) echo $$ >> %s; kill -STOP $$;; esac; printf %%s "$in" | "%s" helper "$1"`, pid, stopped, h.Path)
 	r.m.ask.Helper = ask.Helper{Path: "/bin/sh", Args: []string{"-c", script, "sh"}, Env: h.Env}
-	t.Cleanup(func() { // before the manager waits for it
+	r.t.Cleanup(func() { // before the manager waits for it
 		b, err := os.ReadFile(stopped)
 		if err != nil {
-			t.Error(err)
+			r.t.Error(err)
 		}
 		for _, line := range strings.Fields(string(b)) {
 			if pid, err := strconv.Atoi(line); err == nil {
@@ -118,6 +118,14 @@ func TestHelperOfOneJobThatIsStoppedKeepsNobodyWaiting(t *testing.T) {
 			}
 		}
 	})
+	return stopped
+}
+
+// A user can stop the helpers that ask for its processes. Nobody else may wait for them.
+func TestHelperOfOneJobThatIsStoppedKeepsNobodyWaiting(t *testing.T) {
+	r := newRig(t, func(c *Config) { c.Deadlines.State = time.Hour })
+	bad := r.start([]string{tokenName + "=bad"})
+	stopped := r.stopHelpers(bad.pid)
 	for token, claim := range map[string]string{"bad": "c-1", "good": "c-2"} {
 		if err := r.m.Offer(t.Context(), &gpuctlv1.OfferRequest{Token: token, Claim: claim, Target: targetTo(cardA)}); err != nil {
 			t.Fatal(err)
@@ -130,6 +138,25 @@ func TestHelperOfOneJobThatIsStoppedKeepsNobodyWaiting(t *testing.T) {
 		t.Errorf("%v", s)
 	}
 	r.adopt(q.pid)
+}
+
+// What a VM offers is for all its users, and is one offer. A user who stops the helpers that ask for
+// one of its jobs does not keep those of others waiting.
+func TestHelperThatIsStoppedKeepsNoOtherUserOfItsOfferWaiting(t *testing.T) {
+	r := newRig(t, func(c *Config) { c.Deadlines.State = time.Hour })
+	bad, good := r.start(nil), r.start(nil)
+	stopped := r.stopHelpers(bad.pid)
+	offer := &gpuctlv1.OfferRequest{Token: "vm", Claim: "c-1", Target: targetTo(cardA)}
+	if err := r.m.Offer(t.Context(), offer); err != nil {
+		t.Fatal(err)
+	}
+	r.m.adoptAside(offered{bad.pid, 65533, offer})
+	testkit.Until(t, "the helper is stopped", func() error { _, err := os.Stat(stopped); return err })
+	r.m.adoptAside(offered{good.pid, 65532, offer})
+	testkit.Until(t, "the other user's job is a session", func() error { return testkit.Want(len(r.m.list()) == 1, r.m.list()) })
+	if pid := int(r.m.list()[0].snapshot().GetPid()); pid != good.pid {
+		t.Errorf("process %d is one", pid)
+	}
 }
 
 // A job may begin with processes that only look at GPUs, one of which has the token. The session

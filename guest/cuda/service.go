@@ -60,17 +60,27 @@ func (m *Manager) usage(ctx context.Context) {
 	m.mu.Unlock()
 	c := &machine{Answer: a}
 	for _, s := range all {
-		s.mu.Lock()
-		if s.op == nil && s.state == gpuctlv1.SessionState_SESSION_STATE_RUNNING {
-			for _, mb := range s.rec.Members {
-				if us, used := c.uses(mb.PID); len(us) > 0 {
-					mb.Uses, mb.Used = us, used
-				}
-			}
-			s.rec.GPUs = gpusOf(c, s.rec.Members, s.rec.GPUs)
-		}
-		s.mu.Unlock()
+		s.used(c)
 	}
+}
+
+// used brings up to date what a running session has. Its members are replaced, since a plan may
+// be looking at them.
+func (s *session) used(c *machine) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.op != nil || s.state != gpuctlv1.SessionState_SESSION_STATE_RUNNING {
+		return
+	}
+	members := make([]*member, len(s.rec.Members))
+	for i, mb := range s.rec.Members {
+		next := *mb
+		if us, used := c.uses(mb.PID); len(us) > 0 {
+			next.Uses, next.Used = us, used
+		}
+		members[i] = &next
+	}
+	s.rec.Members, s.rec.GPUs = members, gpusOf(c, members, s.rec.GPUs)
 }
 
 // Watch implements service.Engine.
@@ -169,7 +179,14 @@ func (m *Manager) adoptOffered() {
 // offered is a process with an offer's token.
 type offered struct {
 	pid int
+	uid uint32
 	by  *gpuctlv1.OfferRequest
+}
+
+// turn is what a job is adopted by. An offer may be for all users, as that of a VM is.
+type turn struct {
+	token string
+	uid   uint32
 }
 
 // findOffered returns a process of each job of which one has an offer's token. The environment
@@ -188,7 +205,7 @@ func (m *Manager) findOffered() (found []offered, err error) {
 			o := m.offers[m.cfg.Roots.Variable(h.PID, tokenName)]
 			m.mu.Unlock()
 			if o != nil {
-				found = append(found, offered{h.PID, o})
+				found = append(found, offered{h.PID, h.UID, o})
 				break
 			}
 		}
@@ -197,21 +214,21 @@ func (m *Manager) findOffered() (found []offered, err error) {
 }
 
 // adoptAside adopts an offered process while others are looked for. Its user can end or stop the
-// helpers that ask for it, and nobody else may wait for that. Of one offer, one job at a time.
+// helpers that ask for it, and nobody else may wait for that. Of one offer and user, one job at a time.
 func (m *Manager) adoptAside(o offered) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	token := o.by.GetToken()
-	if m.aside[token] {
+	key := turn{o.by.GetToken(), o.uid}
+	if m.aside[key] {
 		return
 	}
-	m.aside[token] = true
+	m.aside[key] = true
 	m.wg.Go(func() {
 		if err := m.adoptOffer(m.ctx, o); err != nil {
 			m.log.Debug("adopt an offered process", "pid", o.pid, "err", err)
 		}
 		m.mu.Lock()
-		delete(m.aside, token)
+		delete(m.aside, key)
 		m.mu.Unlock()
 	})
 }

@@ -84,6 +84,15 @@ func (s *session) members() []*member {
 	return slices.Clone(s.rec.Members)
 }
 
+// has reports whether a process is a member, or the root. An operation that makes processes again
+// gives them other start times.
+func (s *session) has(pid int, start uint64) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.rec.PID == pid && s.rec.Start == start ||
+		slices.ContainsFunc(s.rec.Members, func(mb *member) bool { return mb.PID == pid && mb.Start == start })
+}
+
 // snapshot returns the session as the API has it.
 func (s *session) snapshot() *gpuctlv1.Session {
 	s.mu.Lock()
