@@ -258,11 +258,7 @@ shows what it lends as GPUs of its host. It lasts until gpuctl detach --serves.`
 				}
 				return a.attachRemote(cmd.Context(), c, req)
 			}
-			stream, err := c.Attach(cmd.Context(), connect.NewRequest(req))
-			if err != nil {
-				return err
-			}
-			return a.followDevice(stream, "VM %s has %s", true)
+			return followDevice(cmd.Context(), a, c.Attach, req, "VM %s has %s", true)
 		},
 	}
 	f := cmd.Flags()
@@ -297,24 +293,16 @@ func (a *app) serve(ctx context.Context, c gpuctlv1connect.DeviceServiceClient, 
 	if r.GetGpu() == "" && (r.GetPersistent() || r.GetAcceptCare()) {
 		return cmdutil.Usage(errors.New("--persistent and --accept-care are about a card: name it"))
 	}
-	stream, err := c.Serve(ctx, connect.NewRequest(&gpuctlv1.ServeRequest{
+	return followDevice(ctx, a, c.Serve, &gpuctlv1.ServeRequest{
 		Host: r.GetHost(), Machine: r.GetMachine(), Gpu: r.GetGpu(), Persistent: r.GetPersistent(), AcceptCare: r.GetAcceptCare(), Plan: r.GetPlan(),
-	}))
-	if err != nil {
-		return err
-	}
-	return a.followDevice(stream, "VM %s serves other VMs and hosts (%s)", true)
+	}, "VM %s serves other VMs and hosts (%s)", true)
 }
 
 // attachRemote lends a VM a GPU of a host.
 func (a *app) attachRemote(ctx context.Context, c gpuctlv1connect.DeviceServiceClient, r *gpuctlv1.AttachRequest) error {
-	stream, err := c.AttachRemote(ctx, connect.NewRequest(&gpuctlv1.AttachRemoteRequest{
+	return followDevice(ctx, a, c.AttachRemote, &gpuctlv1.AttachRemoteRequest{
 		Host: r.GetHost(), Machine: r.GetMachine(), Gpu: r.GetGpu(), Expr: r.GetExpr(), MinMemory: r.GetMinMemory(), Persistent: r.GetPersistent(), Plan: r.GetPlan(),
-	}))
-	if err != nil {
-		return err
-	}
-	return a.followDevice(stream, "VM %s may use %s over the network", true)
+	}, "VM %s may use %s over the network", true)
 }
 
 // hasRemote reports whether a VM has no card but a remote GPU, or that one is named.
@@ -334,24 +322,16 @@ func (a *app) hasRemote(ctx context.Context, c gpuctlv1connect.DeviceServiceClie
 
 // detachRemote takes a remote GPU back from a VM.
 func (a *app) detachRemote(ctx context.Context, c gpuctlv1connect.DeviceServiceClient, r *gpuctlv1.DetachRequest) error {
-	stream, err := c.DetachRemote(ctx, connect.NewRequest(&gpuctlv1.DetachRemoteRequest{
+	return followDevice(ctx, a, c.DetachRemote, &gpuctlv1.DetachRemoteRequest{
 		Host: r.GetHost(), Machine: r.GetMachine(), Gpu: r.GetGpu(), Unconfirmed: r.GetUnconfirmed(), Plan: r.GetPlan(),
-	}))
-	if err != nil {
-		return err
-	}
-	return a.followDevice(stream, "VM %s has given %s back", true)
+	}, "VM %s has given %s back", true)
 }
 
 // endServe ends that a VM serves others.
 func (a *app) endServe(ctx context.Context, c gpuctlv1connect.DeviceServiceClient, r *gpuctlv1.DetachRequest) error {
-	stream, err := c.EndServe(ctx, connect.NewRequest(&gpuctlv1.EndServeRequest{
+	return followDevice(ctx, a, c.EndServe, &gpuctlv1.EndServeRequest{
 		Host: r.GetHost(), Machine: r.GetMachine(), Unconfirmed: r.GetUnconfirmed(), Plan: r.GetPlan(),
-	}))
-	if err != nil {
-		return err
-	}
-	return a.followDevice(stream, "VM %s serves nobody any more (%s)", true)
+	}, "VM %s serves nobody any more (%s)", true)
 }
 
 func (a *app) detachCommand() *cobra.Command {
@@ -404,11 +384,7 @@ it is detached while others have parts of them.`,
 			if remote || !req.GetPersistent() && a.hasRemote(cmd.Context(), c, req) {
 				return a.detachRemote(cmd.Context(), c, req)
 			}
-			stream, err := c.Detach(cmd.Context(), connect.NewRequest(req))
-			if err != nil {
-				return err
-			}
-			return a.followDevice(stream, "VM %s has given %s back", true)
+			return followDevice(cmd.Context(), a, c.Detach, req, "VM %s has given %s back", true)
 		},
 	}
 	f := cmd.Flags()
@@ -437,11 +413,7 @@ quarantine.`,
 			if err != nil {
 				return err
 			}
-			stream, err := c.Reset(cmd.Context(), connect.NewRequest(req))
-			if err != nil {
-				return err
-			}
-			return a.followDevice(stream, "%s is reset", false)
+			return followDevice(cmd.Context(), a, c.Reset, req, "%s is reset", false)
 		},
 	}
 	cmd.Flags().BoolVar(&req.Plan, "plan", false, "only say what would be done, and what is against it")
@@ -466,11 +438,7 @@ functions where there are none, and takes them away with the last slice.`,
 			if err != nil {
 				return err
 			}
-			stream, err := c.Resize(cmd.Context(), connect.NewRequest(req))
-			if err != nil {
-				return err
-			}
-			return a.followDevice(stream, "%s is resized", false)
+			return followDevice(cmd.Context(), a, c.Resize, req, "%s is resized", false)
 		},
 	}
 	cmd.Flags().Uint32Var(&req.Functions, "functions", 0, "how many virtual functions (`number`)")
@@ -500,44 +468,54 @@ func (a *app) completeProfile(cmd *cobra.Command, args []string, _ string) ([]st
 	return out, cobra.ShellCompDirectiveNoFileComp
 }
 
-// followDevice shows a change until it ends. done is the format of the final message,
-// with the VM and the GPU, or only the GPU.
-func (a *app) followDevice(stream *connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], done string, machine bool) error {
-	defer stream.Close()
-	show := a.newProgress()
+// followDevice begins a change, and shows it until it ends. done is the format of the final
+// message, with the VM and the GPU, or only the GPU.
+func followDevice[Req any](ctx context.Context, a *app, begin func(context.Context, *connect.Request[Req]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error), req *Req, done string, machine bool) error {
+	ctx, stop := interruptible(ctx)
+	defer stop()
 	var last *gpuctlv1.DeviceUpdate
+	stream, err := begin(ctx, connect.NewRequest(req))
+	if err == nil {
+		defer stream.Close()
+		last, err = a.showDevice(stream)
+	}
+	switch {
+	case last == nil && ctx.Err() != nil:
+		return errors.New("interrupted; what has begun goes on, and gpuctl cards and gpuctl vms say how far it is")
+	case err != nil:
+		return err
+	case last == nil:
+		return errors.New("hostd went away; when it is back, gpuctl cards says where the card is")
+	case len(last.GetPlan()) > 0:
+		return a.printPlan(last.GetPlan(), last.GetReasons())
+	case a.structured():
+		return nil
+	case machine:
+		return a.say(clean(fmt.Sprintf(done, last.GetMachine(), last.GetGpu())))
+	}
+	return a.say(clean(fmt.Sprintf(done, last.GetGpu())))
+}
+
+// showDevice shows a change until it ends, and returns its last message; nil: the stream has
+// ended before.
+func (a *app) showDevice(stream *connect.ServerStreamForClient[gpuctlv1.DeviceUpdate]) (*gpuctlv1.DeviceUpdate, error) {
+	show := a.newProgress()
+	defer show.end()
 	for stream.Receive() {
 		u := stream.Msg()
 		if a.structured() {
 			if err := a.printLine(view.Of(u)); err != nil {
-				return err
+				return nil, err
 			}
 		}
 		if u.GetDone() {
-			last = u
-			break
+			return u, nil
 		}
 		if u.GetTookNs() == 0 {
 			show.update(&gpuctlv1.Progress{Step: u.GetStep(), StepIndex: max(u.GetStepIndex(), 1) - 1, Steps: u.GetSteps(), Message: u.GetMessage()})
 		}
 	}
-	show.end()
-	if last == nil {
-		if err := stream.Err(); err != nil {
-			return err
-		}
-		return errors.New("hostd went away; when it is back, gpuctl cards says where the card is")
-	}
-	if len(last.GetPlan()) > 0 {
-		return a.printPlan(last.GetPlan(), last.GetReasons())
-	}
-	if a.structured() {
-		return nil
-	}
-	if machine {
-		return a.say(clean(fmt.Sprintf(done, last.GetMachine(), last.GetGpu())))
-	}
-	return a.say(clean(fmt.Sprintf(done, last.GetGpu())))
+	return nil, stream.Err()
 }
 
 func (a *app) printPlan(plan []*gpuctlv1.PlannedStep, reasons []*gpuctlv1.Reason) error {

@@ -115,7 +115,7 @@ func (a *app) followEvents(ctx context.Context, c clusterClient, req *clusterv1.
 				return true, err
 			}
 		}
-		if shown {
+		if shown || stream.Err() == nil { // in order: those that were stored have been sent, if there were any
 			req.Last = 0 // all that are stored, so that none is missed
 		}
 		return answered, stream.Err()

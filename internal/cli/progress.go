@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -98,42 +99,68 @@ func summary(r *gpuctlv1.SwapResult) string {
 	return text
 }
 
-// follow shows an operation until it ends.
-func (a *app) follow(what string, stream *connect.ServerStreamForClient[gpuctlv1.OperationUpdate]) error {
-	return a.followTo(what, "no GPU can serve it; it goes on as it was", "it goes on as it was", stream)
+// opens is a call whose stream says how far an operation of a session is.
+type opens[Req any] func(context.Context, *connect.Request[Req]) (*connect.ServerStreamForClient[gpuctlv1.OperationUpdate], error)
+
+// follow begins an operation, and shows it until it ends.
+func follow[Req any](ctx context.Context, a *app, what string, begin opens[Req], req *Req) error {
+	return followTo(ctx, a, what, "no GPU can serve it; it goes on as it was", "it goes on as it was", begin, req)
 }
 
 // followTo does the same. refused and rolledBack say how the session is then.
-func (a *app) followTo(what, refused, rolledBack string, stream *connect.ServerStreamForClient[gpuctlv1.OperationUpdate]) error {
-	defer stream.Close()
-	last, err := a.followOne(stream)
-	switch {
-	case err != nil:
-		return err
-	case last == nil:
-		return errors.New("hostd went away; gpuctl sessions says where the session is")
+func followTo[Req any](ctx context.Context, a *app, what, refused, rolledBack string, begin opens[Req], req *Req) error {
+	ctx, stop := interruptible(ctx)
+	defer stop()
+	stream, err := begin(ctx, connect.NewRequest(req))
+	if err != nil {
+		return left(ctx, what, nil, err)
 	}
-	return a.judge(what, refused, rolledBack, last)
+	defer stream.Close()
+	seen, last, err := a.followOne(stream)
+	switch {
+	case last != nil:
+		return a.judge(what, refused, rolledBack, last)
+	case err != nil || ctx.Err() != nil:
+		return left(ctx, what, seen, err)
+	}
+	return errors.New("hostd went away; gpuctl sessions says where the session is")
 }
 
-// followOne shows the next operation of a stream until it ends, and returns its last message;
-// nil: there is no further operation.
-func (a *app) followOne(stream *connect.ServerStreamForClient[gpuctlv1.OperationUpdate]) (last *gpuctlv1.OperationUpdate, err error) {
+// left returns why an operation is not followed any more, and what becomes of it. seen is what
+// was heard of it last; nil: nothing was.
+func left(ctx context.Context, what string, seen *gpuctlv1.OperationUpdate, err error) error {
+	id := clean(seen.GetSession())
+	var stream *connect.Error
+	switch {
+	case ctx.Err() != nil && seen == nil:
+		return fmt.Errorf("interrupted; gpuctl sessions says whether the %s has begun", what)
+	case ctx.Err() != nil:
+		return fmt.Errorf("interrupted; the %s of session %s goes on: gpuctl describe session %s says how it ends", what, id, id)
+	case seen == nil || !errors.As(err, &stream): // of the output, or refused
+		return err
+	}
+	err = explain(err)
+	return cmdutil.WithCode(fmt.Errorf("%w; gpuctl describe session %s says how the %s ends", err, id, what), cmdutil.Code(err))
+}
+
+// followOne shows the next operation of a stream until it ends. It returns what was heard of it
+// last, and the same as last if that is its end.
+func (a *app) followOne(stream *connect.ServerStreamForClient[gpuctlv1.OperationUpdate]) (seen, last *gpuctlv1.OperationUpdate, err error) {
 	show := a.newProgress()
 	defer show.end()
 	for stream.Receive() {
-		u := stream.Msg()
+		seen = stream.Msg()
 		if a.structured() {
-			if err := a.printLine(viewUpdate(u)); err != nil {
-				return nil, err
+			if err := a.printLine(viewUpdate(seen)); err != nil {
+				return seen, nil, err
 			}
 		}
-		if u.GetProgress().GetResult() != nil {
-			return u, nil
+		if seen.GetProgress().GetResult() != nil {
+			return seen, seen, nil
 		}
-		show.update(u.GetProgress())
+		show.update(seen.GetProgress())
 	}
-	return nil, stream.Err()
+	return seen, nil, stream.Err()
 }
 
 // judge prints how an operation has ended, or returns it as an error. Executors and VMs write

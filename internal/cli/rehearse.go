@@ -31,7 +31,7 @@ func (a *app) rehearseMachine(cmd *cobra.Command, req *gpuctlv1.MachineRehearseR
 	var failed []error
 	code := cmdutil.Refused
 	for {
-		last, err := a.followOne(stream)
+		_, last, err := a.followOne(stream)
 		if err != nil {
 			return errors.Join(append(failed, a.adviseMachine(cmd.Context(), req.GetHost(), req.GetMachine(), err))...)
 		}

@@ -6,7 +6,6 @@ import (
 	"path/filepath"
 	"time"
 
-	"connectrpc.com/connect"
 	"github.com/spf13/cobra"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
@@ -60,11 +59,7 @@ terminal and to no other process, as after: setsid PROGRAM </dev/null >FILE 2>&1
 			if plan {
 				return a.plan(cmd.Context(), c, &gpuctlv1.HostPlanRequest{Session: req.GetSession(), Folder: req.GetFolder()})
 			}
-			stream, err := c.Suspend(cmd.Context(), connect.NewRequest(req))
-			if err != nil {
-				return err
-			}
-			return a.followTo("suspend", "it goes on as it was", "it goes on as it was", stream)
+			return followTo(cmd.Context(), a, "suspend", "it goes on as it was", "it goes on as it was", c.Suspend, req)
 		},
 	}
 	flags := cmd.Flags()
@@ -122,14 +117,10 @@ the programs is left, and the folder can be resumed again.`,
 				return a.plan(cmd.Context(), c, &gpuctlv1.HostPlanRequest{From: req.GetFolder(), To: req.GetTo()})
 			}
 			req.TimeoutMs = timeout.Milliseconds()
-			stream, err := c.Resume(cmd.Context(), connect.NewRequest(req))
-			if err != nil {
-				return err
-			}
 			if dir := req.GetFolder(); dir != "" {
-				return a.followTo("resume", "no GPU can serve it; it is in "+dir+" as before", "it is in "+dir+" as before", stream)
+				return followTo(cmd.Context(), a, "resume", "no GPU can serve it; it is in "+dir+" as before", "it is in "+dir+" as before", c.Resume, req)
 			}
-			return a.follow("resume", stream)
+			return follow(cmd.Context(), a, "resume", c.Resume, req)
 		},
 	}
 	flags := cmd.Flags()

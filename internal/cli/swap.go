@@ -147,15 +147,11 @@ func (a *app) swap(ctx context.Context, v verb, req *gpuctlv1.HostSwapRequest, p
 	if plan {
 		return a.plan(ctx, c, &gpuctlv1.HostPlanRequest{Session: req.GetSession(), Verb: req.GetVerb(), To: req.GetTo(), Build: build, Rehearse: req.GetRehearse()})
 	}
-	stream, err := c.Swap(ctx, connect.NewRequest(req))
-	if err != nil {
-		return err
-	}
 	what := v.name
 	if req.GetRehearse() {
 		what = "rehearsal"
 	}
-	return a.follow(what, stream)
+	return follow(ctx, a, what, c.Swap, req)
 }
 
 // stillUsage describes --timeout.
