@@ -11,6 +11,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 
 	"google.golang.org/protobuf/encoding/protojson"
@@ -81,6 +82,16 @@ func newHolder(proc fs.FS, pid int) (holder, error) {
 func (p holder) alive(proc fs.FS) bool {
 	start, err := startTime(proc, p.PID)
 	return err == nil && start == p.Start
+}
+
+// gone reports whether the process has ended. If it can't be looked at, as for lack of descriptors,
+// that is not known.
+func (p holder) gone(proc fs.FS) bool {
+	start, err := startTime(proc, p.PID)
+	if err != nil {
+		return errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ESRCH)
+	}
+	return start != p.Start
 }
 
 // startTime reads field 22 of /proc/PID/stat (proc_pid_stat(5)): the process's start

@@ -21,7 +21,7 @@ func (h *Host) releaseOrphans(ctx context.Context) {
 		switch {
 		case c.Released && len(c.Offered) > 0: // gpuguest could not be told yet
 			gone = append(gone, c)
-		case !c.Released && c.Holder.PID != 0 && !c.Holder.alive(h.proc):
+		case !c.Released && c.Holder.PID != 0 && c.Holder.gone(h.proc):
 			gone = append(gone, c)
 			h.Log.Info("claim's process is gone", "claim", c.ID, "pid", c.Holder.PID)
 		}

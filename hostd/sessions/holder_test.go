@@ -1,6 +1,9 @@
 package sessions
 
 import (
+	"fmt"
+	"io/fs"
+	"syscall"
 	"testing"
 	"testing/fstest"
 )
@@ -12,6 +15,28 @@ func TestHolderWhoseFirstThreadHasEndedIsAlive(t *testing.T) {
 		proc := fstest.MapFS{"7/stat": {Data: []byte("7 (a) Z" + rest + threads + " 0 77 0")}}
 		if got := (holder{PID: 7, Start: 77}).alive(proc); got != alive {
 			t.Errorf("%s threads: alive is %v", threads, got)
+		}
+	}
+}
+
+// denied is a /proc in which nothing can be read.
+type denied struct{ why error }
+
+func (d denied) Open(name string) (fs.File, error) {
+	return nil, &fs.PathError{Op: "open", Path: name, Err: d.why}
+}
+
+// For lack of descriptors nobody is seen. The claims of programs that run must not end by that.
+func TestHolderThatCannotBeLookedAtIsNotGone(t *testing.T) {
+	for why, gone := range map[syscall.Errno]bool{syscall.EMFILE: false, syscall.ENFILE: false, syscall.ENOMEM: false, syscall.ENOENT: true, syscall.ESRCH: true} {
+		if got := (holder{PID: 7, Start: 77}).gone(denied{why}); got != gone {
+			t.Errorf("%v: gone is %v", why, got)
+		}
+	}
+	for start, gone := range map[uint64]bool{77: false, 78: true} { // the number of another process
+		proc := fstest.MapFS{"7/stat": {Data: fmt.Appendf(nil, "7 (a) Z 1) (b) S 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 1 0 %d 0", start)}}
+		if got := (holder{PID: 7, Start: 77}).gone(proc); got != gone {
+			t.Errorf("started at %d: gone is %v", start, got)
 		}
 	}
 }
