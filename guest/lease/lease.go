@@ -257,9 +257,9 @@ func (m *Manager) Lend(ctx context.Context, req *gpuctlv1.LendRequest) (*gpuctlv
 	m.mu.Lock()
 	l := m.leases[req.Lease]
 	if l == nil {
-		if len(m.leases) >= m.cfg.Most {
+		if err := m.full(req.Claim); err != nil {
 			m.mu.Unlock()
-			return nil, connect.NewError(connect.CodeResourceExhausted, fmt.Errorf("all %d leases are taken", m.cfg.Most))
+			return nil, connect.NewError(connect.CodeResourceExhausted, err)
 		}
 		l = &lease{dir: filepath.Join(m.folder(), folderOf(req.Lease)), req: proto.CloneOf(req), made: make(chan struct{})}
 		m.leases[req.Lease] = l
@@ -292,6 +292,24 @@ func (m *Manager) Lend(ctx context.Context, req *gpuctlv1.LendRequest) (*gpuctlv
 	}
 	resp.Addresses = m.Addresses()
 	return resp, nil
+}
+
+// full returns an error if a claim gets no further lease. It has at most as many as are left for
+// others: each of its sessions has one, and its user says how many there are. The caller holds m.mu.
+func (m *Manager) full(claim string) error {
+	own, left := 0, m.cfg.Most-len(m.leases)
+	for _, l := range m.leases {
+		if claim != "" && l.req.Claim == claim {
+			own++
+		}
+	}
+	switch {
+	case left <= 0:
+		return fmt.Errorf("all %d leases are taken", m.cfg.Most)
+	case own > 0 && own >= left:
+		return fmt.Errorf("claim %s has %d leases, and the last %d of %d are left for other claims", claim, own, left, m.cfg.Most)
+	}
+	return nil
 }
 
 // make starts the far executor of a lease.

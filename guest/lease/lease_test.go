@@ -3,6 +3,7 @@ package lease
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"log/slog"
 	"net"
@@ -265,6 +266,28 @@ func TestLendRefuses(t *testing.T) {
 	other.Plain = true
 	if _, err := m.Lend(testkit.Context(t), other); err == nil {
 		t.Error("another request got the lease")
+	}
+}
+
+// Each session of a claim has a lease, and its user begins as many as he likes.
+func TestOneClaimDoesNotTakeEveryLease(t *testing.T) {
+	m, err := New(Config{Dir: t.TempDir(), Launcher: &launcher{procs: map[int]*process{}}, Logger: slog.New(slog.DiscardHandler), Most: 8})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	for i, c := range []struct {
+		claim string
+		want  bool
+	}{
+		{"greedy", true}, {"greedy", true}, {"greedy", true}, {"greedy", true}, {"greedy", false},
+		{"honest", true}, {"greedy", false}, {"other", true}, {"honest", true}, {"honest", false}, {"last", true}, {"late", false},
+	} {
+		r := request(fmt.Sprint("l-", i))
+		r.Claim = c.claim
+		if _, err := m.Lend(testkit.Context(t), r); (err == nil) != c.want {
+			t.Errorf("lease %d, of %s: %v", i, c.claim, err)
+		}
 	}
 }
 

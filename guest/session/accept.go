@@ -6,8 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
@@ -165,7 +167,7 @@ func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 	if offer.Device != nil {
 		s.rec.Device = marshal(offer.Device)
 	}
-	target, err := m.targetFor(s.id, offer)
+	target, err := m.targetFor(s, offer)
 	if err != nil {
 		return err
 	}
@@ -192,9 +194,12 @@ func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 	return nil
 }
 
+// mostLeases is how many leases the host of a VM gives to its sessions, which are of one claim.
+const mostLeases = 64
+
 // targetFor returns the target of a session that begins by an offer. An offer of a remote
 // GPU may be for many sessions, each of which needs a lease of its own.
-func (m *Manager) targetFor(id string, offer *gpuctlv1.OfferRequest) (*gpuctlv1.Target, error) {
+func (m *Manager) targetFor(s *session, offer *gpuctlv1.OfferRequest) (*gpuctlv1.Target, error) {
 	r := offer.GetTarget().GetRuntime().GetRemote()
 	if r == nil || len(r.GetToken()) > 0 {
 		return offer.GetTarget(), nil
@@ -202,7 +207,41 @@ func (m *Manager) targetFor(id string, offer *gpuctlv1.OfferRequest) (*gpuctlv1.
 	if m.cfg.Lease == nil {
 		return nil, fmt.Errorf("GPU %s: the offer has no lease, and nobody can be asked for one", offer.GetTarget().GetGpu())
 	}
-	return m.cfg.Lease(m.ctx, id, offer)
+	if err := m.roomFor(s); err != nil {
+		return nil, err
+	}
+	return m.cfg.Lease(m.ctx, s.id, offer)
+}
+
+// roomFor returns an error if a session that is being made would have one of the leases that are
+// left for other users. As of sessions, a user has at most as many as are left.
+func (m *Manager) roomFor(next *session) error {
+	all := m.list()
+	m.mu.Lock()
+	users := slices.Collect(maps.Values(m.creating)) // next's, too
+	for _, s := range all {
+		if of, twice := m.creating[s.id]; twice {
+			users = slices.Delete(users, slices.Index(users, of), slices.Index(users, of)+1)
+		}
+	}
+	m.mu.Unlock()
+	for _, s := range all {
+		s.mu.Lock()
+		if s.current != nil && s.current.target.GetRuntime().GetRemote() != nil {
+			users = append(users, s.uid)
+		}
+		s.mu.Unlock()
+	}
+	own, left := -1, mostLeases+1-len(users)
+	for _, uid := range users {
+		if uid == next.uid {
+			own++
+		}
+	}
+	if !trusted(next.uid) && own > 0 && own >= left {
+		return fmt.Errorf("user %d has %d sessions on GPUs of other hosts, and the last %d of %d are left for other users: end some", next.uid, own, max(0, left), mostLeases)
+	}
+	return nil
 }
 
 // open makes the session's folder, its memory and its first executor. If it fails, none of

@@ -1,6 +1,7 @@
 package session
 
 import (
+	"context"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -8,6 +9,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
 // as runs f as another user. Only this thread is that user.
@@ -27,6 +30,55 @@ func as(t *testing.T, uid uint32, f func()) {
 	f()
 }
 
+// opened lets other users connect.
+func (b *bench) opened() {
+	b.t.Helper()
+	for path, mode := range map[string]os.FileMode{b.dir: 0o755, filepath.Join(b.dir, "apps"): 0o666} {
+		if err := os.Chmod(path, mode); err != nil {
+			b.t.Fatal(err)
+		}
+	}
+}
+
+// The host of a VM gives it a number of leases of a remote GPU, whichever of its users begin sessions.
+func TestOneUserDoesNotTakeEveryLeaseOfAVM(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("only root can be several users")
+	}
+	far := func(token string) *gpuctlv1.Target {
+		return &gpuctlv1.Target{Gpu: "h2/big", Runtime: &gpuctlv1.Runtime{Remote: &gpuctlv1.Remote{Token: []byte(token)}}}
+	}
+	b := newBench(t, func(c *Config) {
+		c.Lease = func(context.Context, string, *gpuctlv1.OfferRequest) (*gpuctlv1.Target, error) {
+			return far("lease"), nil
+		}
+	})
+	b.opened()
+	if err := b.m.offer(&gpuctlv1.OfferRequest{Token: "far", Claim: "claim-2", Target: far("")}); err != nil {
+		t.Fatal(err)
+	}
+	begun := map[uint32]int{}
+	for range mostLeases + 1 {
+		for _, uid := range []uint32{65533, 65532} { // the second begins only when the first gets no more
+			status, text := int32(0), ""
+			as(t, uid, func() { status, text = b.connect("far") })
+			if status == 0 {
+				begun[uid]++
+				break
+			}
+			if !strings.Contains(text, "left for other users") {
+				t.Fatal(text)
+			}
+		}
+	}
+	if begun[65533] != mostLeases/2 || begun[65532] != mostLeases/4 {
+		t.Errorf("sessions by user: %v", begun)
+	}
+	if status, text := b.connect("far"); status != 0 {
+		t.Errorf("root: %s", text)
+	}
+}
+
 // In a VM each user may have sessions without a token. One who takes all that there are gets no
 // more than half: others find a place, and root takes the last. A gpuguest that takes the sessions
 // over knows whose they are.
@@ -35,11 +87,7 @@ func TestOneUserDoesNotTakeEverySession(t *testing.T) {
 		t.Skip("only root can be several users")
 	}
 	b := newBench(t, func(c *Config) { c.MaxSessions = 8 })
-	for path, mode := range map[string]os.FileMode{b.dir: 0o755, filepath.Join(b.dir, "apps"): 0o666} {
-		if err := os.Chmod(path, mode); err != nil {
-			t.Fatal(err)
-		}
-	}
+	b.opened()
 	const greedy, honest = 65533, 65532
 	connect := func(uid uint32) (status int32, text string) {
 		as(t, uid, func() { status, text = b.connect("tok") })
