@@ -101,6 +101,7 @@ func (c *change) reset(ctx context.Context) error {
 		// What outlasts the step would do so again. Only a caller that has gone says nothing
 		// about the card.
 		if err != nil && caller.Err() == nil && !errors.Is(err, errGone) {
+			c.assignment.Away = errors.Is(err, errAway)
 			return errors.Join(err, c.quarantine(err.Error()))
 		}
 		return err
@@ -156,8 +157,11 @@ func (c *change) rescan() (*pci.Card, error) {
 	if c.assignment.Slice != nil {
 		return nil, fmt.Errorf("slice %s of card %s: %w", c.assignment.Slice.ID, c.assignment.Card, errGone)
 	}
-	return nil, fmt.Errorf("card %s: it is not on the bus any more", c.assignment.Card)
+	return nil, fmt.Errorf("card %s: %w", c.assignment.Card, errAway)
 }
+
+// errAway means that a card was pulled out, or has fallen off the bus.
+var errAway = errors.New("it is not on the bus any more")
 
 var errQuarantined = errors.New("quarantined")
 

@@ -86,6 +86,8 @@ func (k *Keeper) reconcileCard(ctx context.Context, a *cardAssignment) error {
 		}
 	}
 	switch {
+	case a.Phase == quarantined && a.Away:
+		return c.comeBack(ctx)
 	case a.Phase == quarantined:
 		return nil
 	case a.Phase == ready && a.Starting:
@@ -106,6 +108,17 @@ func (k *Keeper) reconcileCard(ctx context.Context, a *cardAssignment) error {
 	}
 	k.Log.Info("taking a card back", "gpu", a.GPU, "machine", a.vm(), "phase", a.Phase)
 	return c.giveBack(ctx)
+}
+
+// comeBack resets a card that is on the bus again. One that does not bear it stays in quarantine.
+func (c *change) comeBack(ctx context.Context) error {
+	card, err := c.rescan()
+	if err != nil {
+		return nil //nolint:nilerr // it is away
+	}
+	c.k.Log.Info("a card is on the bus again", "gpu", c.assignment.GPU, "card", c.assignment.Card)
+	c.assignment.Functions, c.assignment.Away = addresses(card), false
+	return c.resetQuarantined(ctx)
 }
 
 // owned records that a VM has the card.

@@ -66,7 +66,10 @@ type cardAssignment struct {
 	// gets this one there.
 	Guest   *pci.Address `json:"guestAddress,omitempty"`
 	Message string       `json:"message,omitempty"`
-	Since   int64        `json:"since"` // Unix milliseconds
+	// Away is true of a card that is in quarantine only because it was not on the bus. It is
+	// reset when it is there again.
+	Away  bool  `json:"away,omitempty"`
+	Since int64 `json:"since"` // Unix milliseconds
 
 	// Not stored:
 	rev uint64    // number of the change

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"strings"
 	"testing"
+	"testing/fstest"
 	"time"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
@@ -245,5 +246,36 @@ func TestNothingIsResetThatAVMHasGotByHandJustNow(t *testing.T) {
 	w.settled()
 	if a := w.keeper.sliceAt(vf(0)); a == nil || a.UUID != uuid2 {
 		t.Errorf("%+v", a)
+	}
+}
+
+// TestCardThatIsOnTheBusAgainIsFree has a migration end while the card that it had prepared is away.
+func TestCardThatIsOnTheBusAgainIsFree(t *testing.T) {
+	for name, broken := range map[string]error{"healthy": nil, "dead": errors.New("it does not answer")} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			m := w.machines[uuid1].VM
+			if err := errors.Join(w.keeper.Reserve(t.Context(), m, "nvidia-0", "vm-x", "m-1"), w.keeper.Prepare(t.Context(), m, "nvidia-0", "vm-x", "m-1")); err != nil {
+				t.Fatal(err)
+			}
+			back := w.root
+			w.root = fstest.MapFS{}
+			w.restart()
+			w.pass(time.Hour)
+			_ = w.keeper.Reconcile(t.Context()) // it says that the card is away
+			a := w.keeper.assignmentOf(card4[0])
+			if a == nil || a.Phase != quarantined || a.Claim != "" {
+				t.Fatalf("away: %+v", a)
+			}
+			w.root, w.resetFail[card4[0]] = back, broken
+			w.restart()
+			_ = w.keeper.Reconcile(t.Context())
+			switch a = w.keeper.assignmentOf(card4[0]); {
+			case broken == nil && (a != nil || w.driver[card4[0]] != "nvidia"):
+				t.Errorf("on the bus again: %+v, driver %q", a, w.driver[card4[0]])
+			case broken != nil && (a == nil || a.Phase != quarantined || !strings.Contains(a.Message, "answer")):
+				t.Errorf("on the bus again, and dead: %+v", a)
+			}
+		})
 	}
 }
