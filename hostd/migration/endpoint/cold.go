@@ -8,6 +8,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/internal/virt"
+	"github.com/gpuctl/gpuctl/migrate"
 )
 
 const (
@@ -17,6 +18,11 @@ const (
 
 // Stop ends a VM, which stays defined. Its card is reset and stays assigned to it.
 func (l *Local) Stop(ctx context.Context, m *gpuctlv1.SiteMachine, gpu string) error {
+	free, err := l.alone(m)
+	if err != nil {
+		return err
+	}
+	defer free()
 	d, err := l.domain(ctx, m.GetUuid())
 	if err != nil {
 		return err
@@ -26,7 +32,7 @@ func (l *Local) Stop(ctx context.Context, m *gpuctlv1.SiteMachine, gpu string) e
 			return err
 		}
 	}
-	if err := l.end(ctx, d); err != nil {
+	if err := l.end(ctx, d, m); err != nil {
 		return err
 	}
 	l.Guests.Forget(m.GetUuid())
@@ -36,8 +42,19 @@ func (l *Local) Stop(ctx context.Context, m *gpuctlv1.SiteMachine, gpu string) e
 	return l.Keeper.ResetStopped(ctx, vmOf(m), local(gpu))
 }
 
-// end shuts a VM down. If the VM does not do so within shutdownTime, end destroys it.
-func (l *Local) end(ctx context.Context, d virt.Domain) error {
+// alone marks a VM as being started or stopped until end is called. A start that libvirt is still
+// busy with must not come after what a later driver does.
+func (l *Local) alone(m *gpuctlv1.SiteMachine) (end func(), err error) {
+	end, ok := l.switching.Begin(m.GetUuid())
+	if !ok {
+		return nil, fmt.Errorf("%w: VM %s is just being started or stopped", migrate.ErrUnreachable, m.GetName())
+	}
+	return end, nil
+}
+
+// end shuts a VM down. If the VM does not do so within shutdownTime, end destroys it, unless its
+// driver was replaced meanwhile: the next one may have another use for it.
+func (l *Local) end(ctx context.Context, d virt.Domain, m *gpuctlv1.SiteMachine) error {
 	patience, cancel := context.WithTimeout(ctx, shutdownTime)
 	defer cancel()
 	asked := false
@@ -62,6 +79,9 @@ func (l *Local) end(ctx context.Context, d virt.Domain) error {
 		case <-ctx.Done():
 			return ctx.Err()
 		case <-patience.Done():
+			if err := l.Fence.Admit(m); err != nil {
+				return err
+			}
 			if err := l.Client.Destroy(ctx, d); err != nil && !errors.Is(err, virt.ErrState) {
 				return err
 			}
@@ -73,6 +93,11 @@ func (l *Local) end(ctx context.Context, d virt.Domain) error {
 // Start starts a VM with a card that is assigned to it. libvirt's hook prepares the card,
 // as for any start.
 func (l *Local) Start(ctx context.Context, m *gpuctlv1.SiteMachine, gpu string, stored bool) error {
+	free, err := l.alone(m)
+	if err != nil {
+		return err
+	}
+	defer free()
 	d, err := l.domain(ctx, m.GetUuid())
 	if err != nil {
 		return err
@@ -111,7 +136,10 @@ func (l *Local) startWith(ctx context.Context, d virt.Domain, m *gpuctlv1.SiteMa
 			return err
 		}
 	}
-	_, err := l.Client.Start(ctx, d)
+	if err := l.Fence.Admit(m); err != nil {
+		return err // the next driver may start it on the other host
+	}
+	_, err := l.Client.Start(context.WithoutCancel(ctx), d) // libvirt goes on, too, if the driver leaves
 	return l.barred(ctx, vmOf(m), l.Name, err)
 }
 
@@ -139,6 +167,11 @@ func (l *Local) Define(ctx context.Context, m *gpuctlv1.SiteMachine, xml string)
 
 // Undefine removes the definition of a VM that does not run on this host.
 func (l *Local) Undefine(ctx context.Context, m *gpuctlv1.SiteMachine) error {
+	free, err := l.alone(m)
+	if err != nil {
+		return err
+	}
+	defer free()
 	d, err := l.domain(ctx, m.GetUuid())
 	if errors.Is(err, virt.ErrNotFound) {
 		return nil

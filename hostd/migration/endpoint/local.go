@@ -93,6 +93,8 @@ type Local struct {
 	Follow func(ctx context.Context, host string) (Flow, error)
 
 	sending busy.Set // VMs, by UUID, that Move is about to send, or sends
+	// switching has the VMs, by UUID, that are being started, stopped or undefined.
+	switching busy.Set
 }
 
 // Flow counts what is sent to a host.

@@ -148,3 +148,54 @@ func TestVMIsNotSentByADriverThatWasReplacedMeanwhile(t *testing.T) {
 		t.Errorf("it is %v, %v", p, err)
 	}
 }
+
+// Nor does such a driver start a VM, which the next one may start on the other host, or destroy
+// one, which that may have started again.
+func TestVMIsNotSwitchedByADriverThatWasReplacedMeanwhile(t *testing.T) {
+	for _, start := range []bool{true, false} {
+		s, v := libvirtd(t, "qemu")
+		d := define(t, v)
+		if !start {
+			if _, err := v.Start(t.Context(), d); err != nil {
+				t.Fatal(err)
+			}
+			if err := v.Suspend(t.Context(), d); err != nil { // so it does not shut down by itself
+				t.Fatal(err)
+			}
+		}
+		fence, err := OpenFence(filepath.Join(t.TempDir(), "tokens.json"), func() string { return "c" })
+		if err != nil {
+			t.Fatal(err)
+		}
+		log := slog.New(slog.DiscardHandler)
+		l := &Local{Whereabouts: Whereabouts{Name: "h1", Client: v, Log: log}, Fence: fence, Guests: NewGuests(GuestsConfig{Log: log})}
+		sv := &Service{l}
+		before := len(s.Calls())
+		s.Next("domstate", virttest.Fault{Do: true, Delay: time.Second})
+		first := &gpuctlv1.SiteMachine{Uuid: lost, Name: "web", Migration: "m-1", Token: 7}
+		over := make(chan error, 1)
+		go func() {
+			over <- sv.step(first, func() error {
+				if start {
+					return l.Start(t.Context(), first, "", false)
+				}
+				return l.Stop(t.Context(), first, "")
+			})
+		}()
+		testkit.Until(t, "libvirt is asked", func() error {
+			return testkit.Want(slices.Contains(s.Calls()[before:], "domstate"), s.Calls())
+		})
+		next := &gpuctlv1.SiteMachine{Uuid: lost, Name: "web", Migration: "m-1", Token: 8}
+		if err := sv.step(next, func() error { return l.Undefine(t.Context(), next) }); !errors.Is(err, migrate.ErrUnreachable) {
+			t.Errorf("start %v: the next driver is not told to wait: %v", start, err)
+		}
+		err = <-over
+		state, lost := v.State(t.Context(), d)
+		if !errors.Is(err, migrate.ErrStale) || lost != nil || state.Active() == start {
+			t.Errorf("start %v: %v; it is %s, %v", start, err, state, lost)
+		}
+		if err := sv.step(next, func() error { return l.Stop(t.Context(), next, "") }); err != nil {
+			t.Errorf("start %v: the next driver: %v", start, err)
+		}
+	}
+}
