@@ -326,8 +326,8 @@ func (r *Resetter) back(ctx context.Context, rec *record) error {
 	return r.root.Write(ctx, autoprobe, "1")
 }
 
-// stay is back for a card that never left, or that is stuck: the latter's record remains, and
-// drivers do not probe for its sake.
+// stay is back with a time of its own. If a card is stuck, its record remains, and drivers do not
+// probe for its sake.
 func (r *Resetter) stay(ctx context.Context, rec *record, stuck bool) error {
 	if stuck {
 		rec.Autoprobe = ""
@@ -403,8 +403,11 @@ func (r *Resetter) restore(ctx context.Context, rec *record) error {
 			note("bring "+h.Address.String()+" back", r.rebind(ctx, h))
 		}
 	}
-	// Not before, because the kernel might bind another driver.
-	note("let drivers probe", r.back(ctx, rec))
+	// Not before, because the kernel might bind another driver. The time may be up because a card
+	// does not come back: that is no reason to keep drivers off the host's other devices.
+	note("let drivers probe", r.stay(ctx, rec, errors.Is(errors.Join(errs...), sysfs.ErrStuck)))
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTime)
+	defer cancel()
 	for address, control := range rec.Controls {
 		a, err := pci.ParseAddress(address)
 		if err == nil && r.text(a, "power/control") != control {
@@ -472,7 +475,7 @@ func (r *Resetter) Recover(ctx context.Context) ([]pci.Address, error) {
 		name := filepath.Join(r.records, e.Name())
 		rec, err := readRecord(name)
 		if err == nil && rec.Boot == r.boot() {
-			err = r.restore(ctx, rec)
+			err = r.recover(ctx, rec)
 		}
 		if err == nil {
 			err = os.Remove(name)
@@ -484,6 +487,19 @@ func (r *Resetter) Recover(ctx context.Context) ([]pci.Address, error) {
 		out = append(out, a)
 	}
 	return out, errors.Join(errs...)
+}
+
+// recover restores what a record contains. A card that does not come back, or is stuck, keeps
+// nobody waiting for longer than at the end of a reset.
+func (r *Resetter) recover(ctx context.Context, rec *record) error {
+	ctx, cancel := context.WithTimeout(ctx, r.ready)
+	defer cancel()
+	if len(rec.Functions) > 0 && rec.Autoprobe == "1" { // the functions may be found now
+		if err := r.root.Write(ctx, autoprobe, "0"); err != nil {
+			return fmt.Errorf("keep drivers off: %w", err)
+		}
+	}
+	return r.restore(ctx, rec)
 }
 
 func readRecord(name string) (*record, error) {

@@ -282,3 +282,46 @@ func TestTwoCardsThatAreOffTheBusAtTheSameTimeKeepTheirDrivers(t *testing.T) {
 		}
 	})
 }
+
+// dead is a slot whose card does not come back when it was off the bus.
+type dead struct{ *slot }
+
+func (d dead) Write(ctx context.Context, name, data string) error {
+	if err := ctx.Err(); err != nil {
+		return err // as the kernel's files do
+	}
+	if strings.HasSuffix(name, "/rescan") {
+		return nil
+	}
+	return d.slot.Write(ctx, name, data)
+}
+
+// A card that does not come back keeps neither drivers from the host's other devices, nor the next
+// hostd from starting.
+func TestCardThatDoesNotComeBackKeepsNoDriversOff(t *testing.T) {
+	records := t.TempDir()
+	synctest.Test(t, func(t *testing.T) {
+		s := dead{newSlot(t)}
+		probes := func(when string) {
+			t.Helper()
+			if got, _ := s.ReadFile("sys/bus/pci/drivers_autoprobe"); string(got) != "1\n" {
+				t.Errorf("%s: drivers_autoprobe is %q", when, got)
+			}
+		}
+		_, err := reset.New(s, reset.WithRecords(records)).Reset(t.Context(), scan(t, s.Machine), []reset.Avoid{{Method: reset.D3cold, Why: "x"}})
+		if !errors.Is(err, reset.ErrDead) {
+			t.Errorf("%v", err)
+		}
+		probes("after the reset")
+		ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+		defer cancel()
+		began := time.Now()
+		if _, err := reset.New(s, reset.WithRecords(records)).Recover(ctx); err == nil || !strings.Contains(err.Error(), "has not found it") {
+			t.Errorf("%v", err)
+		}
+		if took := time.Since(began); took > 5*time.Minute {
+			t.Errorf("the next hostd has waited for %v", took)
+		}
+		probes("after the next start")
+	})
+}
