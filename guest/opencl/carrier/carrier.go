@@ -64,7 +64,7 @@ type carrier struct {
 	arena  *shm.Region
 	split  uint64
 	state  *os.File
-	locks  int // an open file description of the ring, for the locks of the parts
+	locks  int // an open file description of the ring, for the locks of the parts and of the executor
 	dialer *remote.Dialer
 	outage time.Duration
 

@@ -443,12 +443,7 @@ func (h *handed) take(name string) (*os.File, error) {
 // guard is what an executor's is: it takes the executor's lock, and decides what becomes of
 // the session if gpuguest ends in the middle of a swap.
 func (c *carrier) guard() {
-	fd, err := shm.Reopen(c.region.FD())
-	if err != nil {
-		c.log.Warn("guard", "err", err)
-		return
-	}
-	held, orphan := false, 0
+	fd, held, orphan := c.locks, false, 0
 	for !c.over() {
 		time.Sleep(100 * time.Millisecond)
 		mine := c.ring.Owner() == c.cfg.Generation

@@ -30,7 +30,7 @@ type span struct{ Off, Size uint64 }
 // holds is foreign: it is in use, and this executor never changes or frees it.
 type hostMemory struct {
 	region  *shm.Region
-	locks   int // an open file description of the ring, of our own; it has the locks of the parts
+	locks   int // an open file description of the ring, of our own; it has the locks of the parts and of the executor
 	size    uint64
 	own     int // number of the own part
 	former  int // number of the part of the executor before this one; -1: there is none

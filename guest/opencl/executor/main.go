@@ -151,7 +151,7 @@ func openOn(cfg Config, ringFD, arenaFD, stateFD int, platform cl.Platform, devs
 		return nil, err
 	}
 	s := &session{
-		cfg: cfg, log: cfg.Logger, ring: ring, ringFD: ringFD, arena: arena, split: split, state: os.NewFile(uintptr(stateFD), "state"),
+		cfg: cfg, log: cfg.Logger, ring: ring, arena: arena, split: split, state: os.NewFile(uintptr(stateFD), "state"),
 		patience: newPatience(), naps: newNaps(runtime.NumCPU() <= 2), host: host,
 		ghosts: map[uint32]any{}, replies: map[uint32][]byte{}, platf: platform, quirk: quirk,
 		watchWake: make(chan struct{}, 1), cbWake: make(chan struct{}, 1), stop: make(chan struct{}),
@@ -322,11 +322,7 @@ func (s *session) resumeClock() {
 // guard decides what becomes of an executor if gpuguest ends in the middle of a swap: the
 // executor that the ring's owner word names serves the session; any other one ends.
 func (s *session) guard() {
-	fd, err := shm.Reopen(s.ringFD)
-	if err != nil {
-		s.log.Warn("guard", "err", err)
-		return
-	}
+	fd := s.host.locks
 	held := false
 	orphan := 0
 	for !s.closed.Load() {

@@ -18,17 +18,16 @@ import (
 
 // session is the executor's state of one application.
 type session struct {
-	cfg    Config
-	log    *slog.Logger
-	ring   transport
-	far    *farEnd // nil: the application is on this host
-	ahead  int64   // ns by which the clock of the application's host is ahead of this host's
-	out    *output // nil: the standard output of this process does not belong to the session
-	ringFD int     // for the locks that show which executors are alive
-	arena  *shm.Region
-	split  uint64 // where the client's part of the arena begins
-	state  *os.File
-	host   hostMemory
+	cfg   Config
+	log   *slog.Logger
+	ring  transport
+	far   *farEnd // nil: the application is on this host
+	ahead int64   // ns by which the clock of the application's host is ahead of this host's
+	out   *output // nil: the standard output of this process does not belong to the session
+	arena *shm.Region
+	split uint64 // where the client's part of the arena begins
+	state *os.File
+	host  hostMemory
 
 	mu       sync.Mutex
 	objs     []any          // by id
