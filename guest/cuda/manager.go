@@ -24,6 +24,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/cuda/criu"
 	"github.com/gpuctl/gpuctl/guest/cuda/holders"
 	"github.com/gpuctl/gpuctl/guest/engine"
+	"github.com/gpuctl/gpuctl/internal/glimpse"
 	"github.com/gpuctl/gpuctl/internal/news"
 )
 
@@ -117,6 +118,9 @@ func New(cfg Config) (*Manager, error) {
 		sessions: map[string]*session{}, aside: map[turn]bool{},
 	}
 	m.self, _ = os.Readlink("/proc/self/exe")
+	if m.cfg.Roots.Reads == nil {
+		m.cfg.Roots.Reads = &glimpse.Reads{}
+	}
 	if m.cfg.Roots.Except == nil {
 		m.cfg.Roots.Except = m.ours
 	}

@@ -201,8 +201,9 @@ func (m *Manager) findOffered() (found []offered, err error) {
 			if m.sessionOf(h.PID, h.Start) != nil {
 				continue
 			}
+			token := m.cfg.Roots.Variable(h.PID, tokenName) // without the lock, as it may take long
 			m.mu.Lock()
-			o := m.offers[m.cfg.Roots.Variable(h.PID, tokenName)]
+			o := m.offers[token]
 			m.mu.Unlock()
 			if o != nil {
 				found = append(found, offered{h.PID, h.UID, o})

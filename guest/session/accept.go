@@ -21,6 +21,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/compiled"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 	"github.com/gpuctl/gpuctl/guest/turn"
+	"github.com/gpuctl/gpuctl/internal/glimpse"
 	"github.com/gpuctl/gpuctl/internal/throttle"
 )
 
@@ -150,12 +151,13 @@ func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 	}
 	defer m.unreserve(id)
 	now := time.Now().UnixMilli()
+	command, program := m.programOf(g, id)
 	s := &session{
 		m: m, id: id, uid: g.uid, began: now, log: m.log.With("session", id), dir: m.sessionDir(id), gone: make(chan struct{}), ended: make(chan struct{}),
 		state: gpuctlv1.SessionState_SESSION_STATE_RUNNING,
 		rec: record{
-			Version: recordVersion, ID: id, UID: g.uid, Claim: offer.Claim, PID: g.pid, Command: commandLine(g.pid),
-			StartedMS: now, Op: &opRecord{Kind: kindCreate}, CacheSecret: newSecret(), Program: compiled.Of(g.uid, g.pid),
+			Version: recordVersion, ID: id, UID: g.uid, Claim: offer.Claim, PID: g.pid, Command: command,
+			StartedMS: now, Op: &opRecord{Kind: kindCreate}, CacheSecret: newSecret(), Program: program,
 		},
 	}
 	if s.rec.Owner, s.rec.Weight = offer.Owner, offer.Weight; s.rec.Owner == "" {
@@ -192,6 +194,17 @@ func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 	s.watchApp()
 	s.watchExecutor(first)
 	return nil
+}
+
+// programOf returns the command line of an application, and which program it is. Nothing is known of
+// one that keeps that from being read.
+func (m *Manager) programOf(g greeting, id string) (string, compiled.Program) {
+	type known struct {
+		command string
+		program compiled.Program
+	}
+	k, _ := glimpse.Do(&m.reads, g.uid, id, func() known { return known{commandLine(g.pid), compiled.Of(g.uid, g.pid)} })
+	return k.command, k.program
 }
 
 // mostLeases is how many leases the host of a VM gives to its sessions, which are of one claim.

@@ -145,3 +145,23 @@ func TestApplicationThatTalksWithoutEndIsReadAtAPace(t *testing.T) {
 	b.conn.Close()
 	testkit.Until(t, "its session has ended", func() error { return testkit.Want(len(b.m.list()) == 0, b.m.list()) })
 }
+
+// An application can keep who reads its command line waiting for as long as it runs. Its session
+// begins without, and takes no other's turn.
+func TestApplicationThatCannotBeReadTakesNoTurnForEver(t *testing.T) {
+	m := &Manager{}
+	pid := testkit.Unreadable(t)
+	known := make(chan string, 1)
+	go func() {
+		command, _ := m.programOf(greeting{uid: 65533, pid: pid}, "s-1")
+		known <- command
+	}()
+	select {
+	case command := <-known:
+		if command != "" {
+			t.Errorf("it has the command line %q", command)
+		}
+	case <-time.After(20 * time.Second):
+		t.Error("its session waits")
+	}
+}

@@ -23,6 +23,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/engine"
 	"github.com/gpuctl/gpuctl/guest/opencl/compiled"
 	"github.com/gpuctl/gpuctl/guest/turn"
+	"github.com/gpuctl/gpuctl/internal/glimpse"
 	"github.com/gpuctl/gpuctl/internal/news"
 	"github.com/gpuctl/gpuctl/internal/patience"
 	"github.com/gpuctl/gpuctl/internal/timeshare"
@@ -69,6 +70,7 @@ type Manager struct {
 
 	changes news.Changes[string, *session]
 	sharing *sharing
+	reads   glimpse.Reads // of applications
 
 	mu       sync.Mutex
 	sessions map[string]*session

@@ -5,8 +5,11 @@ import (
 	"path/filepath"
 	"strconv"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 func testMemory(t *testing.T) (*memory, [3]inode) {
@@ -129,5 +132,46 @@ func TestNextManagerOpensNothingButItsMemory(t *testing.T) {
 	}
 	if _, err := findMemory([3]inode{}, os.Getpid()); err == nil {
 		t.Error("memory that the journal does not name was found")
+	}
+}
+
+// What an application has open may be of a file server that does not answer, as that of a network that
+// is gone. The next gpuguest must not wait for it, and with it everybody.
+func TestMemoryIsFoundBesideFilesOfServersThatDoNotAnswer(t *testing.T) {
+	path, hush := testkit.Mute(t)
+	f, err := os.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	mem, err := createMemory("s-000000")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer mem.close()
+	want, err := mem.inodes()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var st unix.Stat_t // as an older gpuguest has journalled it
+	if err := unix.Fstat(int(mem.ring.Fd()), &st); err != nil || want[0] != (inode{Dev: st.Dev, Ino: st.Ino, Size: st.Size}) {
+		t.Errorf("%v, not %v: %v", want[0], st, err)
+	}
+	hush()
+	found := make(chan error, 1)
+	go func() {
+		again, err := findMemory(want, os.Getpid())
+		if err == nil {
+			again.close()
+		}
+		found <- err
+	}()
+	select {
+	case err := <-found:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(10 * time.Second):
+		t.Error("it waits for a file server")
 	}
 }

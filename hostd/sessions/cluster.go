@@ -21,6 +21,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/member"
 	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
 	"github.com/gpuctl/gpuctl/internal/expr"
+	"github.com/gpuctl/gpuctl/internal/glimpse"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
@@ -265,9 +266,17 @@ func (h *Host) merged(ctx context.Context, profiles func(*pci.Card) []*clusterv1
 
 // ours reports whether the process is an executor, that is, uses a GPU for a session.
 func (h *Host) ours(pid uint32) bool {
-	data, err := fs.ReadFile(h.proc, strconv.FormatUint(uint64(pid), 10)+"/cmdline")
+	name := strconv.FormatUint(uint64(pid), 10) + "/cmdline"
+	user, _ := userOf(h.proc, int(pid)) // without one it is counted as root's
+	data, _ := glimpse.Do(&h.reads, user, name, func() []byte {
+		data, err := fs.ReadFile(h.proc, name)
+		if err != nil {
+			return nil
+		}
+		return data
+	})
 	args := strings.Split(string(data), "\x00")
-	return err == nil && len(args) > 1 && args[1] == "executor"
+	return len(args) > 1 && args[1] == "executor"
 }
 
 // Knows reports whether a claim that this host has made for sessions still exists.

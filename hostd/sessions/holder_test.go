@@ -3,9 +3,13 @@ package sessions
 import (
 	"fmt"
 	"io/fs"
+	"os"
 	"syscall"
 	"testing"
 	"testing/fstest"
+	"time"
+
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // A program whose first thread has ended computes on, and its GPU must not be given to another.
@@ -38,5 +42,22 @@ func TestHolderThatCannotBeLookedAtIsNotGone(t *testing.T) {
 		if got := (holder{PID: 7, Start: 77}).gone(proc); got != gone {
 			t.Errorf("started at %d: gone is %v", start, got)
 		}
+	}
+}
+
+// A process that uses a GPU can keep who reads its command line waiting for as long as it runs. The
+// host says all the same which GPUs it has.
+func TestProcessThatCannotBeReadIsNoExecutor(t *testing.T) {
+	h := &Host{proc: os.DirFS("/proc")}
+	pid := testkit.Unreadable(t)
+	ours := make(chan bool, 1)
+	go func() { ours <- h.ours(uint32(pid)) }()
+	select {
+	case is := <-ours:
+		if is {
+			t.Error("it is taken for an executor")
+		}
+	case <-time.After(20 * time.Second):
+		t.Error("the list of GPUs waits for it")
 	}
 }

@@ -29,6 +29,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/telemetry/trace"
 	"github.com/gpuctl/gpuctl/internal/beneath"
 	"github.com/gpuctl/gpuctl/internal/expr"
+	"github.com/gpuctl/gpuctl/internal/glimpse"
 	"github.com/gpuctl/gpuctl/internal/news"
 	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/suggest"
@@ -97,6 +98,7 @@ type Host struct {
 
 	changes news.Changes[string, *gpuctlv1.Session]
 	listing chan struct{} // has something while gpuguest is asked for its sessions
+	reads   glimpse.Reads // of processes that use GPUs
 
 	mu       sync.Mutex
 	gpus     []*gpuctlv1.GPU // without owners; not changed after discovered is closed

@@ -26,10 +26,14 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/config"
 	"github.com/gpuctl/gpuctl/hostd/guesttest"
 	"github.com/gpuctl/gpuctl/hostd/member"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) {
+	testkit.HalfMain()
+	goleak.VerifyTestMain(m)
+}
 
 // failer is a test, or a property's try.
 type failer interface{ Fatal(args ...any) }

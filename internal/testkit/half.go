@@ -16,8 +16,9 @@ import (
 // halfEnded tells a test's program to be what Half starts.
 const halfEnded = "GPUCTL_TEST_HALF_ENDED"
 
-// HalfMain is called first in TestMain by packages whose tests call Half.
+// HalfMain is called first in TestMain by packages whose tests call Half or Unreadable.
 func HalfMain() {
+	unreadableMain()
 	if os.Getenv(halfEnded) == "" {
 		return
 	}

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gpuctl/gpuctl/internal/beneath"
+	"github.com/gpuctl/gpuctl/internal/glimpse"
 )
 
 // Limits of what is read of a process. It chooses some of it.
@@ -75,6 +76,8 @@ type Roots struct {
 	// Except reports whether a process is gpuguest's own: no holder, and no launcher of
 	// what it has started. nil: none is.
 	Except func(pid int) bool
+	// Reads bounds reads that a process can keep from ending. nil: they are waited for.
+	Reads *glimpse.Reads
 }
 
 func (r Roots) proc() string {
@@ -340,18 +343,29 @@ func ids(f []string) (out [4]uint32, err error) {
 	return out, err
 }
 
-// Loads reports whether a process has mapped a library of that name.
+// Loads reports whether a process has mapped a library of that name, and lets itself be looked at.
 func (r Roots) Loads(pid int, library string) bool {
 	at, err := r.at(pid)
 	if err != nil {
 		return false
 	}
-	found := false
-	_ = r.mappings(at, func(line string) bool {
-		found = strings.Contains(line, "/"+library)
-		return !found
+	found, _ := glimpse.Do(r.Reads, r.user(pid), at+"/maps", func() (found bool) {
+		_ = r.mappings(at, func(line string) bool {
+			found = strings.Contains(line, "/"+library)
+			return !found
+		})
+		return found
 	})
 	return found
+}
+
+// user returns whose a process is.
+func (r Roots) user(pid int) uint32 {
+	st, err := r.Status(pid)
+	if err != nil {
+		return 0 // it has ended
+	}
+	return st.UID
 }
 
 // SameNamespace reports whether a process has pids of the same namespace as this one.
@@ -376,6 +390,19 @@ func (r Roots) readLive(pid int, name string) ([]byte, error) {
 	return r.readAt(at, name)
 }
 
+// glimpsed returns the same of what is in the process's own memory; nil if it keeps that from being
+// read.
+func (r Roots) glimpsed(pid int, name string) []byte {
+	b, _ := glimpse.Do(r.Reads, r.user(pid), strconv.Itoa(pid)+"/"+name, func() []byte {
+		b, err := r.readLive(pid, name)
+		if err != nil {
+			return nil
+		}
+		return b
+	})
+	return b
+}
+
 func (r Roots) readAt(at, name string) ([]byte, error) {
 	f, err := beneath.OpenFile(r.proc(), at+"/"+name, os.O_RDONLY, 0)
 	if err != nil {
@@ -387,10 +414,7 @@ func (r Roots) readAt(at, name string) ([]byte, error) {
 
 // Command returns the process's command line, short enough for a table.
 func (r Roots) Command(pid int) string {
-	b, err := r.readLive(pid, "cmdline")
-	if err != nil {
-		return ""
-	}
+	b := r.glimpsed(pid, "cmdline")
 	s := strings.Map(func(c rune) rune {
 		if c < ' ' || c == 0x7f || c == 0xfffd {
 			return ' '
@@ -402,10 +426,7 @@ func (r Roots) Command(pid int) string {
 
 // Variable returns a variable of the environment that a process was started with, or "".
 func (r Roots) Variable(pid int, name string) string {
-	b, err := r.readLive(pid, "environ")
-	if err != nil {
-		return ""
-	}
+	b := r.glimpsed(pid, "environ")
 	for v := range strings.SplitSeq(string(b), "\x00") {
 		if value, ok := strings.CutPrefix(v, name+"="); ok {
 			return value
