@@ -34,6 +34,7 @@ func serving(t *testing.T, add func(*http.ServeMux)) *httptest.Server {
 // happening has no events at first. While its stream is away, three happen.
 type happening struct {
 	clusterv1connect.UnimplementedClusterServiceHandler
+
 	asked atomic.Int32
 }
 

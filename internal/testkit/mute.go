@@ -2,6 +2,7 @@ package testkit
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -123,7 +124,7 @@ func (s *server) serve() {
 	b := make([]byte, 1<<20)
 	for {
 		n, err := unix.Read(s.fd, b)
-		if err == unix.EINTR || err == unix.ENOENT {
+		if errors.Is(err, unix.EINTR) || errors.Is(err, unix.ENOENT) {
 			continue
 		}
 		if err != nil { // not mounted any more
