@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <poll.h>
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <sys/mman.h>
@@ -85,8 +86,7 @@ void gx_say(const char *fmt, ...)
 	va_end(ap);
 	size_t len = strlen(line);
 	line[len++] = '\n';
-	ssize_t w = write(STDERR_FILENO, line, len); /* one write, so that lines of several threads do not mix */
-	(void)w;
+	syscall(SYS_write, STDERR_FILENO, line, len); /* one write, so that lines of several threads do not mix; for the system call see output.c */
 }
 
 void gx_lost(const char *why)
@@ -201,15 +201,21 @@ static int hello(int sock)
 	return r == (ssize_t)sizeof msg ? 0 : -1;
 }
 
-/* answer receives the server's first message and its descriptors. */
-static int answer(int sock, uint32_t head[2], int fds[3])
+/* given_up is called if the application cancels the thread that waits for a GPU: another one may ask for it. */
+static void given_up(void *sock)
 {
-	struct iovec iov = {head, 8};
-	union { struct cmsghdr h; char buf[CMSG_SPACE(3 * sizeof(int))]; } ctl;
-	struct msghdr m = {.msg_iov = &iov, .msg_iovlen = 1, .msg_control = ctl.buf, .msg_controllen = sizeof ctl.buf};
-	ssize_t r;
+	close(*(int *)sock);
+	gx_lock_drop(&connect_lock);
+}
+
+/* await_answer waits until the server answers: the application may have to wait until a GPU is free. cancel is whether
+ * the thread may be cancelled meanwhile. */
+static void await_answer(int sock, int cancel)
+{
 	struct pollfd p = {.fd = sock, .events = POLLIN};
-	for (bool said = false;;) { /* the application may have to wait until a GPU is free */
+	pthread_cleanup_push(given_up, &sock);
+	pthread_setcancelstate(cancel, NULL);
+	for (bool said = false;;) {
 		int n = poll(&p, 1, 10000);
 		if (n > 0)
 			break;
@@ -218,6 +224,18 @@ static int answer(int sock, uint32_t head[2], int fds[3])
 			gx_say("still waiting for a GPU");
 		}
 	}
+	pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, NULL);
+	pthread_cleanup_pop(0);
+}
+
+/* answer receives the server's first message and its descriptors. */
+static int answer(int sock, uint32_t head[2], int fds[3], int cancel)
+{
+	struct iovec iov = {head, 8};
+	union { struct cmsghdr h; char buf[CMSG_SPACE(3 * sizeof(int))]; } ctl;
+	struct msghdr m = {.msg_iov = &iov, .msg_iovlen = 1, .msg_control = ctl.buf, .msg_controllen = sizeof ctl.buf};
+	ssize_t r;
+	await_answer(sock, cancel);
 	do
 		r = recvmsg(sock, &m, MSG_CMSG_CLOEXEC);
 	while (r < 0 && errno == EINTR);
@@ -309,7 +327,8 @@ static cl_int map_session(int fds[3])
 	return CL_SUCCESS;
 }
 
-static cl_int connect_locked(void)
+/* connect_locked connects. cancel is whether the application may cancel the thread while it waits. */
+static cl_int connect_locked(int cancel)
 {
 	const char *why = "the server hung up";
 	char text[256] = "";
@@ -319,7 +338,7 @@ static cl_int connect_locked(void)
 	int sock = dial(&why);
 	if (sock < 0)
 		goto fail;
-	if (hello(sock) || answer(sock, head, fds))
+	if (hello(sock) || answer(sock, head, fds, cancel))
 		goto fail;
 	if (head[1]) {
 		size_t n = head[1] < sizeof text - 1 ? head[1] : sizeof text - 1;
@@ -378,18 +397,21 @@ cl_int gx_connect(void)
 	uint32_t gen = atomic_load(&S.gen);
 	if (likely(atomic_load_explicit(&ready, memory_order_acquire) && atomic_load(&ready_gen) == gen))
 		return atomic_load(&S.lost) ? CL_DEVICE_NOT_AVAILABLE : CL_SUCCESS;
+	int cancel;
+	pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel);
 	gx_lock_take(&connect_lock);
 	cl_int err = CL_SUCCESS;
 	if (atomic_load(&S.lost))
 		err = CL_DEVICE_NOT_AVAILABLE;
 	else if (!atomic_load(&ready) || atomic_load(&ready_gen) != gen) {
-		err = connect_locked();
+		err = connect_locked(cancel);
 		if (!err) {
 			atomic_store(&ready_gen, gen);
 			atomic_store(&ready, true);
 		}
 	}
 	gx_lock_drop(&connect_lock);
+	pthread_setcancelstate(cancel, NULL);
 	return err;
 }
 

@@ -2,7 +2,9 @@
 #include "gx.h"
 #include <errno.h>
 #include <fcntl.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #define SMALL_ALIGN 64u
 #define PAGE 4096u
@@ -97,7 +99,7 @@ void gx_stage_free(uint64_t off, uint64_t len)
 	if (n >= PAGE && off + n > window_end()) { /* before another thread can get it */
 		int saved = errno;
 		uint64_t from = off < window_end() ? window_end() : off;
-		fallocate(S.arena_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)from, (off_t)(off + n - from));
+		syscall(SYS_fallocate, S.arena_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)from, (off_t)(off + n - from)); /* see output.c */
 		errno = saved;
 	}
 	uint32_t lo = 0, hi = nholes;

@@ -8,6 +8,8 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 enum { ARENA = 256 << 20, SPLIT = 8 << 20, N = 64 };
@@ -81,6 +83,14 @@ static struct request until(uint32_t op)
 	}
 }
 
+/* call_back delivers a callback. */
+static void call_back(uint32_t token)
+{
+	uint32_t tail = atomic_load(gx_word(GX_HDR_CB_TAIL)), entry[4] = {token, CL_COMPLETE};
+	memcpy(S.ring + GX_CB_OFF + 16 * (tail % GX_CB_COUNT), entry, sizeof entry);
+	atomic_store(gx_word(GX_HDR_CB_TAIL), tail + 1);
+}
+
 /* arrive ends a read that was staged. */
 static void arrive(const struct request *r, int value)
 {
@@ -140,12 +150,14 @@ static void read_to(uint8_t *p) { CHECK(!CALL(clEnqueueReadBuffer, q, plain, CL_
 
 static void finish(void) { CHECK(!CALL(clFinish, q)); }
 
-static pthread_t go(void *(*f)(void *))
+static pthread_t go_with(void *(*f)(void *), void *arg)
 {
 	pthread_t t;
-	CHECK(!pthread_create(&t, NULL, f, NULL));
+	CHECK(!pthread_create(&t, NULL, f, arg));
 	return t;
 }
+
+static pthread_t go(void *(*f)(void *)) { return go_with(f, NULL); }
 
 /* end lets a thread of the application end, which posts its last requests without waiting. */
 static void end(pthread_t t) { CHECK(!pthread_join(t, NULL)); }
@@ -330,18 +342,98 @@ static void map_of_a_released_object_brings_its_content(void)
 	memset(host[1], 1, N);
 	pthread_t a = go(releases);
 	struct request asked, watch = until(GX_EVENT_CALLBACK);
-	uint32_t tail = atomic_load(gx_word(GX_HDR_CB_TAIL)), entry[4] = {watch.word[2], CL_COMPLETE};
 	until(GX_FLUSH);
 	end(a);
 	memset(mapped(maps), 2, N);
-	memcpy(S.ring + GX_CB_OFF + 16 * (tail % GX_CB_COUNT), entry, sizeof entry);
-	atomic_store(gx_word(GX_HDR_CB_TAIL), tail + 1);
+	call_back(watch.word[2]);
 	asked = until(GX_EVENT_STATUS);
 	kept = 0;
 	is(&asked, CL_COMPLETE);
 	while (until(GX_RELEASE).word[0] != id)
 		;
 	CHECK(all(host[1], 2));
+}
+
+/* A thread that the application has cancelled ends where it waits for a GPU, or when its call has ended, and keeps no
+ * lock from the others. */
+cl_int __real_gx_connect(void);
+
+static void *connects(void *arg)
+{
+	CHECK(__real_gx_connect());
+	return arg;
+}
+
+static void cancelled_while_it_waits_for_a_gpu(void)
+{
+	struct sockaddr_un at = {.sun_family = AF_UNIX};
+	char hello[64];
+	snprintf(at.sun_path, sizeof at.sun_path, "/tmp/gx-maps-%d", (int)getpid());
+	int server = socket(AF_UNIX, SOCK_STREAM, 0);
+	CHECK(!bind(server, (struct sockaddr *)&at, sizeof at) && !listen(server, 2) && !setenv("GPUCTL_SOCKET", at.sun_path, 1));
+	pthread_t a = go(connects);
+	int sock = accept(server, NULL, NULL);
+	CHECK(recv(sock, hello, sizeof hello, MSG_WAITALL) == sizeof hello);
+	CHECK(!pthread_cancel(a));
+	end(a);
+	CHECK(recv(sock, hello, 1, 0) == 0);
+	a = go(connects);
+	close(accept(server, NULL, NULL));
+	end(a);
+	unlink(at.sun_path);
+}
+
+static void *frees(void *arg)
+{
+	uint64_t off, len = 100 << 20; /* ends behind the window */
+	CHECK(!gx_stage_wait(len, &off));
+	if (arg)
+		CHECK(!pthread_cancel(pthread_self()));
+	gx_stage_free(off, len);
+	return arg;
+}
+
+static void *posts(void *arg)
+{
+	if (arg)
+		CHECK(!pthread_cancel(pthread_self()));
+	while (!CALL(clEnqueueMarkerWithWaitList, q, 0, NULL, NULL))
+		;
+	return arg;
+}
+
+static void CL_CALLBACK lingers(cl_event e, cl_int status, void *user)
+{
+	(void)e, (void)status, (void)user;
+	atomic_store(&over, false);
+	while (!atomic_load(&over))
+		usleep(1000);
+}
+
+/* lingers_long keeps the thread of the callbacks from finding out that the session is lost. */
+static void *lingers_long(void *arg)
+{
+	cl_int err;
+	cl_event e = CALL(clCreateUserEvent, ctx, &err);
+	CHECK(e && !CALL(clSetEventCallback, e, CL_COMPLETE, lingers, NULL));
+	return arg;
+}
+
+static void cancelled_in_a_call(void)
+{
+	end(go_with(frees, &over));
+	end(go(frees));
+	atomic_store(&over, true);
+	end(go(lingers_long));
+	call_back(until(GX_EVENT_CALLBACK).word[2]);
+	while (atomic_load(&over))
+		usleep(1000);
+	pthread_t a = go_with(posts, &over); /* until the ring is full */
+	usleep(50000);
+	atomic_store(gx_word(GX_HDR_STATE), GX_STATE_LOST);
+	end(a);
+	end(go(posts));
+	atomic_store(&over, true);
 }
 
 int main(void)
@@ -364,5 +456,7 @@ int main(void)
 	failed_map_is_not_sent();
 	all_are_waited_for();
 	map_of_a_released_object_brings_its_content();
+	cancelled_while_it_waits_for_a_gpu();
+	cancelled_in_a_call();
 	return 0;
 }
