@@ -14,46 +14,64 @@ const (
 // Reads are those that are in progress. The zero value is ready for use.
 type Reads struct {
 	mu   sync.Mutex
-	what map[string]bool
+	what map[string]*read
 	by   map[uint32]int
 }
 
-// Do returns what read returns. ok is false if that takes long, or if what is being read already, as
-// after an earlier call that has not ended, or if too much of the user's is. A nil r waits.
-func Do[T any](r *Reads, user uint32, what string, read func() T) (result T, ok bool) {
+// read is one that is in progress. Its fields are set before done is closed.
+type read struct {
+	done   chan struct{}
+	result any
+	late   bool // somebody has given it up; protected by Reads.mu
+}
+
+// Do returns what f returns, or what a call with the same what that is in progress will return.
+// ok is false if that takes long, or did for an earlier call that has not ended, or if too much of the
+// user's is being read. A nil r waits.
+func Do[T any](r *Reads, user uint32, what string, f func() T) (result T, ok bool) {
 	if r == nil {
-		return read(), true
+		return f(), true
 	}
-	if !r.begin(user, what) {
+	now := r.begin(user, what, func() any { return f() })
+	if now == nil {
 		return result, false
 	}
-	got := make(chan T, 1)
-	go func() {
-		defer r.end(user, what)
-		got <- read()
-	}()
 	limit := time.NewTimer(patience)
 	defer limit.Stop()
 	select {
-	case result = <-got:
-		return result, true
+	case <-now.done:
+		result, ok = now.result.(T)
+		return result, ok
 	case <-limit.C:
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		now.late = true
 		return result, false
 	}
 }
 
-func (r *Reads) begin(user uint32, what string) bool {
+// begin returns a read that is in progress; nil: it is not to be waited for.
+func (r *Reads) begin(user uint32, what string, f func() any) *read {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.what[what] || r.by[user] >= mostOfUser || len(r.what) >= mostOfAll {
-		return false
+	switch now := r.what[what]; {
+	case now != nil && now.late, now == nil && (r.by[user] >= mostOfUser || len(r.what) >= mostOfAll):
+		return nil
+	case now != nil:
+		return now
 	}
 	if r.what == nil {
-		r.what, r.by = map[string]bool{}, map[uint32]int{}
+		r.what, r.by = map[string]*read{}, map[uint32]int{}
 	}
-	r.what[what] = true
+	now := &read{done: make(chan struct{})}
+	r.what[what] = now
 	r.by[user]++
-	return true
+	go func() {
+		defer close(now.done)
+		defer r.end(user, what)
+		now.result = f()
+	}()
+	return now
 }
 
 func (r *Reads) end(user uint32, what string) {

@@ -2,6 +2,7 @@ package glimpse
 
 import (
 	"fmt"
+	"sync"
 	"testing"
 
 	"github.com/gpuctl/gpuctl/internal/testkit"
@@ -10,18 +11,16 @@ import (
 func TestReadsThatDoNotEndAreBounded(t *testing.T) {
 	r := &Reads{}
 	release := make(chan struct{})
-	begin := func(user uint32, what string) {
-		if !r.begin(user, what) {
-			t.Fatal(what)
-		}
-		go func() {
-			defer r.end(user, what)
-			<-release
-		}()
-	}
+	slow := func() int { <-release; return 0 }
+	var all sync.WaitGroup
 	for i := range mostOfUser {
-		begin(1, fmt.Sprint("1/", i))
+		all.Go(func() {
+			if _, ok := Do(r, 1, fmt.Sprint("1/", i), slow); ok {
+				t.Errorf("read %d has ended", i)
+			}
+		})
 	}
+	all.Wait()
 	for _, c := range []struct {
 		user uint32
 		what string
@@ -31,9 +30,6 @@ func TestReadsThatDoNotEndAreBounded(t *testing.T) {
 			t.Errorf("%s of user %d: %v", c.what, c.user, ok)
 		}
 	}
-	if _, ok := Do(r, 2, "2/slow", func() int { <-release; return 0 }); ok {
-		t.Error("a read that does not end has ended")
-	}
 	close(release)
 	testkit.Until(t, "nothing is counted any more", func() error {
 		r.mu.Lock()
@@ -42,5 +38,28 @@ func TestReadsThatDoNotEndAreBounded(t *testing.T) {
 	})
 	if n, ok := Do(r, 1, "1/0", func() int { return 7 }); !ok || n != 7 {
 		t.Error(n, ok)
+	}
+}
+
+// TestWhoComesDuringAReadHasItsResult: who looks at a process while another one does must not take it for
+// one that cannot be read.
+func TestWhoComesDuringAReadHasItsResult(t *testing.T) {
+	r := &Reads{}
+	begun, release := make(chan struct{}), make(chan struct{})
+	var all sync.WaitGroup
+	all.Go(func() {
+		if n, ok := Do(r, 1, "1/0", func() int { close(begun); <-release; return 7 }); !ok || n != 7 {
+			t.Error(n, ok)
+		}
+	})
+	<-begun
+	second := r.begin(2, "1/0", func() any { t.Error("it is read twice"); return 0 })
+	close(release)
+	all.Wait()
+	if second == nil {
+		t.Fatal("the second one is not served")
+	}
+	if <-second.done; second.result != 7 {
+		t.Error(second.result)
 	}
 }
