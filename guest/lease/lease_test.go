@@ -280,8 +280,18 @@ func TestOneClaimDoesNotTakeEveryLease(t *testing.T) {
 		claim string
 		want  bool
 	}{
-		{"greedy", true}, {"greedy", true}, {"greedy", true}, {"greedy", true}, {"greedy", false},
-		{"honest", true}, {"greedy", false}, {"other", true}, {"honest", true}, {"honest", false}, {"last", true}, {"late", false},
+		{"greedy", true},
+		{"greedy", true},
+		{"greedy", true},
+		{"greedy", true},
+		{"greedy", false},
+		{"honest", true},
+		{"greedy", false},
+		{"other", true},
+		{"honest", true},
+		{"honest", false},
+		{"last", true},
+		{"late", false},
 	} {
 		r := request(fmt.Sprint("l-", i))
 		r.Claim = c.claim
