@@ -136,8 +136,11 @@ func TestTakeOverWithoutDescriptorsDropsNoSession(t *testing.T) {
 			}
 			m.cancel()
 			for _, s := range m.list() {
-				if s.op != nil {
-					<-s.op.Done()
+				s.mu.Lock()
+				op := s.op
+				s.mu.Unlock()
+				if op != nil {
+					<-op.Done()
 				}
 				s.release()
 			}

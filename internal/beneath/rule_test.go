@@ -59,6 +59,7 @@ var allowed = map[string]string{
 	"hostd/member: open":                  state,
 	"hostd/member: readIdentity":          state,
 	"hostd/migration/endpoint: OpenFence": state,
+	"hostd/migration/endpoint: sum":       "a file that a VM's definition names, as libvirt opens it; only its sum is compared",
 	"hostd/migration/stash: Begin":        own,
 	"hostd/migration/stash: Open":         own,
 	"hostd/migration/stash: Send":         own,

@@ -77,7 +77,7 @@ type working struct {
 	gpuctlv1connect.UnimplementedHostServiceHandler
 	gpuctlv1connect.UnimplementedDeviceServiceHandler
 
-	stays bool
+	stays atomic.Bool
 }
 
 func (w *working) Swap(ctx context.Context, _ *connect.Request[gpuctlv1.HostSwapRequest], st *connect.ServerStream[gpuctlv1.OperationUpdate]) error {
@@ -95,7 +95,7 @@ func (w *working) Detach(ctx context.Context, _ *connect.Request[gpuctlv1.Detach
 }
 
 func (w *working) goOn(ctx context.Context) error {
-	if !w.stays {
+	if !w.stays.Load() {
 		panic(http.ErrAbortHandler)
 	}
 	<-ctx.Done()
@@ -135,7 +135,7 @@ func TestWhoDoesNotSeeTheEndOfAnOperationIsToldWhatGoesOn(t *testing.T) {
 		"interrupted detach": {detach, true, cmdutil.Failed, "interrupted; what has begun goes on, and gpuctl cards and gpuctl vms say how far it is"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w.stays = c.stays
+			w.stays.Store(c.stays)
 			heard := func() {
 				if c.stays {
 					_ = syscall.Kill(os.Getpid(), syscall.SIGINT)
