@@ -32,7 +32,8 @@ import (
 const (
 	defaultMaxSessions = 1024
 	usageEvery         = time.Second
-	maxToken           = 48 // bytes; as long as in the greeting
+	answerTime         = 500 * time.Millisecond // within which an executor says what it uses
+	maxToken           = 48                     // bytes; as long as in the greeting
 	maxOwner           = 128
 	maxWeight          = timeshare.MaxWeight
 )
@@ -143,6 +144,10 @@ func New(cfg Config) (*Manager, error) {
 // executors continue to run; the next Manager takes them over.
 func (m *Manager) Close() {
 	m.cancel()
+	for _, s := range m.list() { // whose executor is asked from now on, knows that it is over
+		s.mu.Lock()
+		s.mu.Unlock() //nolint:staticcheck // only to wait for who has it
+	}
 	m.wg.Wait()
 	m.mu.Lock()
 	sessions := m.sessions
@@ -387,12 +392,25 @@ func (m *Manager) refreshLoop() {
 	}
 }
 
+// refreshAll asks all executors what they use, and waits for those that answer in time. One that is
+// busy, as with what its application has it compile, must not keep whoever wants to know of others:
+// what it used before is good enough.
 func (m *Manager) refreshAll(ctx context.Context) {
-	var wg sync.WaitGroup
+	ctx, cancel := context.WithTimeout(ctx, answerTime)
+	defer cancel()
+	var asked []<-chan struct{}
 	for _, s := range m.list() {
-		wg.Go(func() { s.refresh(ctx, usageEvery/2) })
+		if answered, late := s.refresh(usageEvery / 2); answered != nil && !late {
+			asked = append(asked, answered)
+		}
 	}
-	wg.Wait()
+	for _, answered := range asked {
+		select {
+		case <-answered:
+		case <-ctx.Done():
+			return
+		}
+	}
 }
 
 func (m *Manager) changed(s *session) {

@@ -35,14 +35,17 @@ type session struct {
 	state   gpuctlv1.SessionState
 	message string
 	usage   *gpuctlv1.Usage
-	fresh   time.Time   // when usage was read
-	current *executor   // nil while suspended or lost
-	all     []*executor // those that were started and may not have ended
-	op      *operation
-	transit *transit // of op
-	ending  bool
-	gone    chan struct{} // closed by release
-	ended   chan struct{} // closed when the session has been removed completely
+	fresh   time.Time // when usage was asked for
+	late    bool      // the last answer took long
+	// answered is closed when the executor has said what it uses; nil: it is not asked.
+	answered chan struct{}
+	current  *executor   // nil while suspended or lost
+	all      []*executor // those that were started and may not have ended
+	op       *operation
+	transit  *transit // of op
+	ending   bool
+	gone     chan struct{} // closed by release
+	ended    chan struct{} // closed when the session has been removed completely
 }
 
 // snapshot returns the session as the API shows it.
@@ -376,29 +379,36 @@ func (s *session) release() {
 	s.mem.close()
 }
 
-// refresh asks the executor for the session's usage, at most once per every.
-func (s *session) refresh(ctx context.Context, every time.Duration) {
+// refresh asks the executor for the session's usage, at most once per every, and not again before it
+// has answered. answered is closed when it has; nil: it is not asked. late is whether it took long the
+// last time.
+func (s *session) refresh(every time.Duration) (answered <-chan struct{}, late bool) {
 	s.mu.Lock()
+	defer s.mu.Unlock()
 	e := s.current
-	skip := e == nil || time.Since(s.fresh) < every
-	if !skip {
-		s.fresh = time.Now()
+	switch {
+	case s.answered != nil:
+		return s.answered, s.late
+	case e == nil || time.Since(s.fresh) < every || s.m.ctx.Err() != nil:
+		return nil, false
 	}
-	s.mu.Unlock()
-	if skip {
-		return
-	}
-	d, err := e.describe(ctx)
-	if err != nil {
-		return
-	}
-	s.mu.Lock()
-	moved := !proto.Equal(s.usage, d.Usage)
-	s.usage = d.Usage
-	s.mu.Unlock()
-	if moved {
-		s.m.changed(s)
-	}
+	asked, done := time.Now(), make(chan struct{})
+	s.fresh, s.answered = asked, done
+	s.m.wg.Go(func() {
+		defer close(done)
+		d, err := e.describe(s.m.ctx)
+		s.mu.Lock()
+		s.answered, s.late = nil, time.Since(asked) >= answerTime
+		moved := err == nil && !proto.Equal(s.usage, d.Usage)
+		if moved {
+			s.usage = d.Usage
+		}
+		s.mu.Unlock()
+		if moved {
+			s.m.changed(s)
+		}
+	})
+	return done, s.late
 }
 
 var errAppEnded = errors.New("the application has ended")

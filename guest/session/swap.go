@@ -193,7 +193,12 @@ func (m *Manager) Plan(ctx context.Context, req *gpuctlv1.PlanRequest) (*gpuctlv
 	if err := checkTarget(req.Target); err != nil {
 		return nil, err
 	}
-	s.refresh(ctx, 0)
+	if answered, _ := s.refresh(0); answered != nil {
+		select {
+		case <-answered:
+		case <-ctx.Done():
+		}
+	}
 	kind := kindSwap
 	now := s.snapshot()
 	if now.SuspendedTo != "" {
