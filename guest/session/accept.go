@@ -9,7 +9,6 @@ import (
 	"maps"
 	"net"
 	"os"
-	"slices"
 	"strings"
 	"time"
 
@@ -231,26 +230,17 @@ func (m *Manager) targetFor(s *session, offer *gpuctlv1.OfferRequest) (*gpuctlv1
 func (m *Manager) roomFor(next *session) error {
 	all := m.list()
 	m.mu.Lock()
-	users := slices.Collect(maps.Values(m.creating)) // next's, too
-	for _, s := range all {
-		if of, twice := m.creating[s.id]; twice {
-			users = slices.Delete(users, slices.Index(users, of), slices.Index(users, of)+1)
-		}
-	}
+	users := maps.Clone(m.creating)
 	m.mu.Unlock()
 	for _, s := range all {
 		s.mu.Lock()
-		if s.current != nil && s.current.target.GetRuntime().GetRemote() != nil {
-			users = append(users, s.uid)
+		if delete(users, s.id); s.current != nil && s.current.target.GetRuntime().GetRemote() != nil {
+			users[s.id] = s.uid
 		}
 		s.mu.Unlock()
 	}
-	own, left := -1, mostLeases+1-len(users)
-	for _, uid := range users {
-		if uid == next.uid {
-			own++
-		}
-	}
+	delete(users, next.id)
+	own, left := places(users, next.uid, mostLeases)
 	if !trusted(next.uid) && own > 0 && own >= left {
 		return fmt.Errorf("user %d has %d sessions on GPUs of other hosts, and the last %d of %d are left for other users: end some", next.uid, own, max(0, left), mostLeases)
 	}

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -242,22 +243,11 @@ func (m *Manager) reserve(uid uint32) (id string, err error) {
 	if m.closing() {
 		return "", errors.New("gpuguest is shutting down")
 	}
-	taken, own := len(m.creating), 0
-	for _, of := range m.creating {
-		if of == uid {
-			own++
-		}
-	}
+	users := maps.Clone(m.creating)
 	for id, s := range m.sessions {
-		if _, counted := m.creating[id]; counted {
-			continue
-		}
-		taken++
-		if s.uid == uid {
-			own++
-		}
+		users[id] = s.uid
 	}
-	switch left := m.cfg.MaxSessions - taken; {
+	switch own, left := places(users, uid, m.cfg.MaxSessions); {
 	case left <= 0:
 		return "", fmt.Errorf("all %d sessions are taken", m.cfg.MaxSessions)
 	case !trusted(uid) && own >= left:
@@ -274,6 +264,16 @@ func (m *Manager) reserve(uid uint32) (id string, err error) {
 	}
 	m.creating[id] = uid
 	return id, nil
+}
+
+// places returns how many of the sessions are a user's, and how many places of all are left.
+func places(users map[string]uint32, uid uint32, all int) (own, left int) {
+	for _, of := range users {
+		if of == uid {
+			own++
+		}
+	}
+	return own, all - len(users)
 }
 
 // trusted reports whether a user may have all that there is.
