@@ -38,8 +38,11 @@ var quirks = [...]quirk{
 	{platform: "Oclgrind", serial: true, warns: true, badBinaries: true},
 	// PoCL's basic device runs commands in any thread that enqueues or waits, and locks
 	// events in the order of their dependencies. Two threads that use the same buffer may
-	// block each other for ever, also with different queues.
+	// block each other for ever, also with different queues. Since PoCL 4 the device is called
+	// cpu-minimal, and a wait returns while another thread still runs the command: a blocking
+	// write of one thread came after the kernel that it was for.
 	{platform: "Portable Computing Language", device: "basic-", serial: true, sameCode: true, warns: true, stillBinaries: true, libraries: true, cache: "POCL_CACHE_DIR"},
+	{platform: "Portable Computing Language", device: "cpu-minimal-", serial: true, sameCode: true, warns: true, stillBinaries: true, libraries: true, cache: "POCL_CACHE_DIR"},
 	// PoCL 3.1 adds metadata only; the compiled code is equal, byte for byte. When it is
 	// asked for a program's binaries, it compiles kernels with a fixed group size once
 	// more, for other offsets and grids. pocl_release_dlhandle_cache confuses that code,

@@ -22,7 +22,7 @@ func TestARuntimeThatCannotLoadItsKernelsIsRefused(t *testing.T) {
 		}
 	})
 	t.Setenv("POCL_CACHE_DIR", "")
-	for _, device := range []string{"basic-x", "pthread-x", ""} {
+	for _, device := range []string{"basic-x", "cpu-minimal-x", "pthread-x", ""} {
 		q := quirkOf("Portable Computing Language", device)
 		t.Setenv("HOME", cache)
 		if err := q.check("libpocl.so.2"); !errors.Is(err, confine.ErrNoExec) {
@@ -41,5 +41,18 @@ func TestARuntimeThatCannotLoadItsKernelsIsRefused(t *testing.T) {
 	t.Setenv("HOME", cache)
 	if err := quirkOf("NVIDIA CUDA", "").check("libnvidia-opencl.so.1"); err != nil {
 		t.Error("it needs no libraries:", err)
+	}
+}
+
+// PoCL 4 gave its devices other names. Its single-threaded one, used by several threads at
+// once, computes wrong results.
+func TestPoCLsSingleThreadedDeviceIsKnownByEachOfItsNames(t *testing.T) {
+	for device, serial := range map[string]bool{
+		"basic-skylake-avx512-AMD EPYC": true, "cpu-minimal-skylake-avx512-AMD EPYC": true,
+		"pthread-skylake-avx512-AMD EPYC": false, "cpu-skylake-avx512-AMD EPYC": false,
+	} {
+		if q := quirkOf("Portable Computing Language", device); q.serial != serial || !q.libraries {
+			t.Errorf("%q: %+v", device, q)
+		}
 	}
 }
