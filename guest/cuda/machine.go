@@ -35,7 +35,7 @@ func (m *Manager) look(ctx context.Context) (*machine, error) {
 		return nil, lerr
 	}
 	m.mu.Lock()
-	m.seen, m.seenAt = a, time.Now()
+	m.seenAt = time.Now()
 	m.mu.Unlock()
 	return &machine{a, l}, nil
 }

@@ -82,8 +82,9 @@ type Manager struct {
 	sessions map[string]*session
 	offers   engine.Offers
 	aside    map[turn]bool // by whom jobs are being adopted
-	seen     *ask.Answer   // the last look
-	seenAt   time.Time
+	seenAt   time.Time     // of the last look
+	looking  chan struct{} // closed when the look for lists of sessions has ended; nil: there is none
+	late     bool          // the last such look took long
 }
 
 // New locks the run folder and takes over the sessions that it finds there.

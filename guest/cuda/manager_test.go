@@ -83,7 +83,7 @@ func TestUsageLeavesWhatAPlanIsLookingAt(t *testing.T) {
 		Members: []*member{{PID: 7, Uses: []ask.UUID{cardB}, Used: []uint64{1}, Slots: []int{0}}},
 	}}
 	members := s.members()
-	s.used(c)
+	s.used(c, 0)
 	for _, mb := range members {
 		if to := mb.on([]ask.UUID{cardB}); len(to) != 1 || mb.bytes() != 1 {
 			t.Errorf("the member goes to %v, with %d bytes", to, mb.bytes())

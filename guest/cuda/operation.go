@@ -111,7 +111,7 @@ func (s *session) begin(ctx context.Context, kind string, target *gpuctlv1.Targe
 		return nil, precondition("session %s is suspended; resume it first", s.id)
 	}
 	op.Life = engine.NewLife(ctx, s.m.ctx)
-	s.op = op
+	s.op, s.begun = op, s.begun+1
 	s.rec.Op = &opRecord{Kind: kind, Step: stepCheck, Home: make([][]ask.UUID, len(s.rec.Members))}
 	for i, mb := range s.rec.Members {
 		s.rec.Op.Home[i] = mb.Uses

@@ -41,35 +41,85 @@ func (m *Manager) List(ctx context.Context) []*gpuctlv1.Session {
 	return out
 }
 
-// usage brings up to date what running sessions have, at most once a second.
+// answerTime is how long a list of sessions waits for the driver to say what they have.
+const answerTime = 500 * time.Millisecond
+
+// usage brings up to date what running sessions have, at most once a second. The driver may take
+// long, as for a GPU that hangs under somebody's program. Whoever wants to know of sessions must not
+// wait for that: what is known is good enough. A look that is late serves later lists.
 func (m *Manager) usage(ctx context.Context) {
-	all := m.list()
-	m.mu.Lock()
-	recent := time.Since(m.seenAt) < lookEvery
-	m.mu.Unlock()
-	if len(all) == 0 || recent {
+	looked, late := m.beginLook()
+	if looked == nil || late {
 		return
 	}
-	a, err := m.ask.Call(ctx, ask.Request{Op: ask.Devices}, m.cfg.Deadlines.Look)
-	if err != nil {
-		m.log.Debug("read usage", "err", err)
-		return
-	}
-	m.mu.Lock()
-	m.seen, m.seenAt = a, time.Now()
-	m.mu.Unlock()
-	c := &machine{Answer: a}
-	for _, s := range all {
-		s.used(c)
+	ctx, cancel := context.WithTimeout(ctx, answerTime)
+	defer cancel()
+	select {
+	case <-looked:
+	case <-ctx.Done():
 	}
 }
 
-// used brings up to date what a running session has. Its members are replaced, since a plan may
-// be looking at them.
-func (s *session) used(c *machine) {
+// beginLook has the driver asked what sessions have, if it is not being asked. looked is closed when
+// it has answered; nil: it is not asked. late is whether it took long the last time.
+func (m *Manager) beginLook() (looked <-chan struct{}, late bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	switch {
+	case m.looking != nil:
+		return m.looking, m.late
+	case len(m.sessions) == 0 || time.Since(m.seenAt) < lookEvery || m.ctx.Err() != nil:
+		return nil, false
+	}
+	still := map[*session]int{}
+	for _, s := range m.sessions {
+		if n, ok := s.stays(); ok {
+			still[s] = n
+		}
+	}
+	began, done := time.Now(), make(chan struct{})
+	m.looking = done
+	go func() { // Close does not wait for a driver that hangs
+		defer close(done)
+		a, err := m.devices()
+		if err != nil {
+			m.log.Debug("read usage", "err", err)
+		} else {
+			for s, n := range still {
+				s.used(&machine{Answer: a}, n)
+			}
+		}
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		m.looking, m.late = nil, time.Since(began) >= answerTime
+		m.seenAt = time.Now()
+	}()
+	return done, m.late
+}
+
+// devices asks what is on the GPUs, until the manager is closed.
+func (m *Manager) devices() (*ask.Answer, error) {
+	w, err := m.ask.Start(ask.Devices, 0)
+	if err != nil {
+		return nil, err
+	}
+	defer context.AfterFunc(m.ctx, w.End)() // it changes nothing
+	return w.Ask(ask.Request{}, m.cfg.Deadlines.Look)
+}
+
+// stays reports whether a session runs and no operation changes where it is, and how many have begun.
+func (s *session) stays() (begun int, ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.op != nil || s.state != gpuctlv1.SessionState_SESSION_STATE_RUNNING {
+	return s.begun, s.op == nil && s.state == gpuctlv1.SessionState_SESSION_STATE_RUNNING
+}
+
+// used brings up to date what a running session has, unless an operation has begun since the driver
+// was asked: it is elsewhere now. Its members are replaced, since a plan may be looking at them.
+func (s *session) used(c *machine, begun int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.op != nil || s.begun != begun || s.state != gpuctlv1.SessionState_SESSION_STATE_RUNNING {
 		return
 	}
 	members := make([]*member, len(s.rec.Members))

@@ -26,6 +26,7 @@ type session struct {
 	state   gpuctlv1.SessionState
 	message string
 	op      *operation
+	begun   int // operations
 	ended   bool
 	silent  bool // has no journal: a canary's
 }
