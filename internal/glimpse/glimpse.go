@@ -1,21 +1,32 @@
 package glimpse
 
 import (
+	"maps"
 	"sync"
 	"time"
 )
 
 const (
 	patience   = time.Second
-	mostOfUser = 32  // reads that have not ended
-	mostOfAll  = 512 // each takes a thread
+	mostWaited = 2 * time.Second // for all reads of a user that one after the other take long, in a spell
+	spell      = 10 * time.Second
+	brief      = 10 * time.Millisecond // what a read may always take; others take less than one
+	mostOfUser = 32                    // reads that have not ended
+	mostOfAll  = 512                   // each takes a thread
 )
 
 // Reads are those that are in progress. The zero value is ready for use.
 type Reads struct {
-	mu   sync.Mutex
-	what map[string]*read
-	by   map[uint32]int
+	mu     sync.Mutex
+	what   map[string]*read
+	by     map[uint32]int
+	waited map[uint32]waits
+}
+
+// waits are how long a user's reads have been waited for in a spell.
+type waits struct {
+	began time.Time
+	took  time.Duration
 }
 
 // read is one that is in progress. Its fields are set before done is closed.
@@ -36,8 +47,10 @@ func Do[T any](r *Reads, user uint32, what string, f func() T) (result T, ok boo
 	if now == nil {
 		return result, false
 	}
-	limit := time.NewTimer(patience)
+	began := time.Now()
+	limit := time.NewTimer(r.patience(user))
 	defer limit.Stop()
+	defer func() { r.note(user, time.Since(began)) }()
 	select {
 	case <-now.done:
 		result, ok = now.result.(T)
@@ -48,6 +61,36 @@ func Do[T any](r *Reads, user uint32, what string, f func() T) (result T, ok boo
 		now.late = true
 		return result, false
 	}
+}
+
+// patience returns how long a read of a user's is waited for. Whoever looks at all processes must not
+// wait as long for each of the many that one user may have.
+func (r *Reads) patience(user uint32) time.Duration {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	w := r.waited[user]
+	if time.Since(w.began) > spell {
+		return patience
+	}
+	return max(brief, min(patience, mostWaited-w.took))
+}
+
+func (r *Reads) note(user uint32, took time.Duration) {
+	if took <= brief {
+		return
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	maps.DeleteFunc(r.waited, func(_ uint32, w waits) bool { return time.Since(w.began) > spell })
+	if r.waited == nil {
+		r.waited = map[uint32]waits{}
+	}
+	w, ok := r.waited[user]
+	if !ok {
+		w.began = time.Now()
+	}
+	w.took += took
+	r.waited[user] = w
 }
 
 // begin returns a read that is in progress; nil: it is not to be waited for.

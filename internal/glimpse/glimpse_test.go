@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
@@ -61,5 +62,25 @@ func TestWhoComesDuringAReadHasItsResult(t *testing.T) {
 	}
 	if <-second.done; second.result != 7 {
 		t.Error(second.result)
+	}
+}
+
+// Who looks at all processes, as while somebody's are locked, reads one after the other. A user may have
+// many that keep that from ending, and ends some of them so that others come.
+func TestManySlowReadsOfOneUserTogetherKeepNobodyWaitingForLong(t *testing.T) {
+	r := &Reads{}
+	began := time.Now()
+	for i := range 8 {
+		release := make(chan struct{})
+		if _, ok := Do(r, 1, fmt.Sprint("1/", i), func() int { <-release; return 0 }); ok {
+			t.Errorf("read %d has ended", i)
+		}
+		close(release)
+	}
+	if took := time.Since(began); took > 6*patience {
+		t.Errorf("%v", took)
+	}
+	if n, ok := Do(r, 2, "2/0", func() int { time.Sleep(patience / 4); return 7 }); !ok || n != 7 {
+		t.Error("another user's is not waited for")
 	}
 }
