@@ -6,6 +6,7 @@ import (
 	"os"
 	"strings"
 	"testing"
+	"time"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
@@ -164,4 +165,27 @@ func TestNoGPUIsGivenBackBeforeItsExecutorHasEnded(t *testing.T) {
 			test(newBench(t))
 		})
 	}
+}
+
+// Others' executors get their turns, and are judged, by the loop that expels it.
+func TestExecutorThatIsExpelledDuringAnOperationAndDoesNotEndKeepsNobodyWaiting(t *testing.T) {
+	b := newBench(t)
+	s, err := b.m.lookup(b.id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.mu.Lock()
+	s.op = &operation{}
+	s.mu.Unlock()
+	let := b.l.cling(1)
+	began := time.Now()
+	s.expel("it has had GPU one for 10m while others wait")
+	if took := time.Since(began); took > retireTimeout*3/4 {
+		t.Errorf("it took %v", took)
+	}
+	s.mu.Lock()
+	s.op = nil
+	s.mu.Unlock()
+	let()
+	<-b.l.generation(1).Done()
 }

@@ -317,7 +317,7 @@ func (s *session) expel(why string) {
 	case op == nil:
 		go s.lose(why) // a driver may delay the end of its process
 	case e != nil:
-		e.kill()
+		e.proc.Kill() // without waiting for its end, for the same reason: others are to get their turns
 	}
 }
 
