@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
@@ -201,12 +202,15 @@ func (h *Host) leases(of func(*lent) bool) (out []*lent) {
 	return out
 }
 
-// dropLeases ends several leases. If there is an error, some of them may be left.
+// dropLeases ends several leases at once: what is silent takes as long as for one. If there is an
+// error, some of them may be left.
 func (h *Host) dropLeases(ctx context.Context, leases []*lent, why string) error {
-	var errs []error
-	for _, l := range leases {
-		errs = append(errs, h.dropLease(ctx, l, why))
+	errs := make([]error, len(leases))
+	var wg sync.WaitGroup
+	for i, l := range leases {
+		wg.Go(func() { errs[i] = h.dropLease(ctx, l, why) })
 	}
+	wg.Wait()
 	return errors.Join(errs...)
 }
 

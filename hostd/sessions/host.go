@@ -28,6 +28,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/telemetry/metrics"
 	"github.com/gpuctl/gpuctl/hostd/telemetry/trace"
 	"github.com/gpuctl/gpuctl/internal/beneath"
+	"github.com/gpuctl/gpuctl/internal/busy"
 	"github.com/gpuctl/gpuctl/internal/expr"
 	"github.com/gpuctl/gpuctl/internal/glimpse"
 	"github.com/gpuctl/gpuctl/internal/news"
@@ -99,6 +100,9 @@ type Host struct {
 	changes news.Changes[string, *gpuctlv1.Session]
 	listing chan struct{} // has something while gpuguest is asked for its sessions
 	reads   glimpse.Reads // of processes that use GPUs
+
+	dropping busy.Set // leases for others that are being ended
+	ending   busy.Set // claims of VMs that are being ended
 
 	mu       sync.Mutex
 	gpus     []*gpuctlv1.GPU // without owners; not changed after discovered is closed

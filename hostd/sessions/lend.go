@@ -9,6 +9,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"connectrpc.com/connect"
@@ -326,9 +327,7 @@ func (h *Host) checkLent(ctx context.Context) {
 	for _, l := range res.Msg.GetLeases() {
 		alive[l.GetId()] = l
 	}
-	for id, l := range known {
-		h.checkLease(ctx, l, alive[id])
-	}
+	h.checkLeases(ctx, known, alive)
 	h.mu.Lock()
 	var strays []string
 	for id := range alive {
@@ -349,30 +348,66 @@ func (h *Host) checkLent(ctx context.Context) {
 	}
 }
 
-func (h *Host) checkLease(ctx context.Context, l *lent, now *gpuctlv1.Lease) {
+// checkLeases ends the leases that are over: of known, and alive has what is said of them. It waits a
+// moment for that.
+func (h *Host) checkLeases(ctx context.Context, known map[string]*lent, alive map[string]*gpuctlv1.Lease) {
+	over := map[*lent]string{}
+	for id, l := range known {
+		if why := h.whyOver(ctx, l, alive[id]); why != "" {
+			over[l] = why
+		}
+	}
+	h.dropAside(over)
+}
+
+// whyOver returns why a lease is over; empty: it is not.
+func (h *Host) whyOver(ctx context.Context, l *lent, now *gpuctlv1.Lease) string {
 	h.mu.Lock()
 	busy, ended := h.lending[l.Claim] > 0, l.Ended
 	h.mu.Unlock()
-	if busy {
-		return
-	}
-	var why string
 	switch {
+	case busy:
+		return ""
 	case ended:
-		why = "it was ended before it began"
+		return "it was ended before it began"
 	case now == nil:
-		why = "its far executor is gone"
+		return "its far executor is gone"
 	case now.GetState() == gpuctlv1.LeaseState_LEASE_STATE_ENDED:
-		why = "its far executor has ended: " + now.GetMessage()
-	default:
-		_, err := h.Cluster.Assigned(ctx, l.Claim, l.Borrower, l.GPUs, l.Token, false)
-		if !errors.Is(err, member.ErrNotAssigned) {
-			return
-		}
-		why = err.Error()
+		return "its far executor has ended: " + now.GetMessage()
 	}
-	if err := h.dropLease(ctx, l, why); err != nil && ctx.Err() == nil {
-		h.Log.Warn("a lease that is over holds its GPU", "lease", l.ID, "err", err)
+	_, err := h.Cluster.Assigned(ctx, l.Claim, l.Borrower, l.GPUs, l.Token, false)
+	if !errors.Is(err, member.ErrNotAssigned) {
+		return ""
+	}
+	return err.Error()
+}
+
+// dropAside ends leases at once, and waits a moment for that. A driver may not let go of a far
+// executor, and a service VM may not answer: nobody else waits for these.
+func (h *Host) dropAside(over map[*lent]string) {
+	var wg sync.WaitGroup
+	for l, why := range over {
+		end, ok := h.dropping.Begin(l.ID)
+		if !ok {
+			continue
+		}
+		wg.Add(1)
+		h.work.Go(func() {
+			defer wg.Done()
+			defer end()
+			if err := h.dropLease(h.ctx, l, why); err != nil && h.ctx.Err() == nil {
+				h.Log.Warn("a lease that is over holds its GPU", "lease", l.ID, "err", err)
+			}
+		})
+	}
+	dropped := make(chan struct{})
+	go func() {
+		wg.Wait()
+		close(dropped)
+	}()
+	select {
+	case <-dropped:
+	case <-time.After(releaseWait):
 	}
 }
 

@@ -194,8 +194,14 @@ func (h *Host) endVMs(ctx context.Context) {
 		case of.Migration == "" && h.lasts(ctx, c, silent), of.Migration != "" && h.Pending(ctx, of.Migration):
 			continue
 		}
-		if err := h.EndLendVM(ctx, vm.VM{UUID: of.UUID, Name: of.Name}, c.ID); err != nil && ctx.Err() == nil {
-			h.Log.Warn("a VM's claim that is over holds its GPU", "claim", c.ID, "machine", of.Name, "err", err)
+		// Aside: a far executor that does not end keeps no other VM's claim from ending.
+		if end, ok := h.ending.Begin(c.ID); ok {
+			h.work.Go(func() {
+				defer end()
+				if err := h.EndLendVM(ctx, vm.VM{UUID: of.UUID, Name: of.Name}, c.ID); err != nil && ctx.Err() == nil {
+					h.Log.Warn("a VM's claim that is over holds its GPU", "claim", c.ID, "machine", of.Name, "err", err)
+				}
+			})
 		}
 	}
 }

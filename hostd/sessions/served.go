@@ -20,6 +20,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/hostd/inventory"
 	"github.com/gpuctl/gpuctl/hostd/servicevm"
+	"github.com/gpuctl/gpuctl/internal/busy"
 	"github.com/gpuctl/gpuctl/internal/excerpt"
 	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/vm"
@@ -257,6 +258,9 @@ func (h *Host) endFar(ctx context.Context, l *lent) error {
 
 // watchServers compares the leases in service VMs with what is known, until ctx ends.
 func (h *Host) watchServers(ctx context.Context) {
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	var checked busy.Set
 	for wait.For(ctx, holdersEvery) == nil {
 		if h.Servers == nil || !h.Ready() {
 			continue
@@ -277,11 +281,14 @@ func (h *Host) watchServers(ctx context.Context) {
 			}
 		}
 		h.mu.Unlock()
-		var wg sync.WaitGroup
-		for uuid := range servers { // at once: one that is silent does not delay the others
-			wg.Go(func() { h.checkServer(ctx, uuid) })
+		for uuid := range servers { // each by itself: one that is silent does not delay the others, nor their next look
+			if end, ok := checked.Begin(uuid); ok {
+				wg.Go(func() {
+					defer end()
+					h.checkServer(ctx, uuid)
+				})
+			}
 		}
-		wg.Wait()
 	}
 }
 
@@ -300,17 +307,15 @@ func (h *Host) checkServer(ctx context.Context, uuid string) {
 	if err != nil {
 		h.setClean(ctx, uuid, false)
 		if len(known) > 0 && h.Servers.Ended(ctx, uuid) {
+			over := map[*lent]string{}
 			for _, l := range known {
-				if err := h.dropLease(ctx, l, "the service VM has ended"); err != nil && ctx.Err() == nil {
-					h.Log.Warn("a lease in a service VM that has ended", "lease", l.ID, "err", err)
-				}
+				over[l] = "the service VM has ended"
 			}
+			h.dropAside(over)
 		}
 		return
 	}
-	for id, l := range known {
-		h.checkLease(ctx, l, alive[id])
-	}
+	h.checkLeases(ctx, known, alive)
 	var strays []string
 	h.mu.Lock()
 	for id := range alive {
@@ -320,13 +325,13 @@ func (h *Host) checkServer(ctx context.Context, uuid string) {
 	}
 	h.mu.Unlock()
 	clean := true
+	call, cancel := context.WithTimeout(ctx, callTimeout) // for all: the VM says how many there are
+	defer cancel()
 	for _, id := range strays {
-		call, cancel := context.WithTimeout(ctx, callTimeout)
 		guest, err := h.guestOf(call, uuid)
 		if err == nil {
 			_, err = guest.EndLease(call, connect.NewRequest(&gpuctlv1.EndLeaseRequest{Lease: id}))
 		}
-		cancel()
 		clean = clean && err == nil
 		h.Log.Warn("a far executor without a lease ends", "lease", id, "server", uuid, "err", err)
 	}

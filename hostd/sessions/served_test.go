@@ -94,7 +94,7 @@ func newServed(t *testing.T, with ...func(*HostConfig)) (*lender, *fakeServers) 
 		front.CloseClientConnections()
 		front.Close()
 	})
-	l := newLender(t, append(with, func(c *HostConfig) { c.Servers = s })...)
+	l := newLender(t, append([]func(*HostConfig){func(c *HostConfig) { c.Servers = s }}, with...)...)
 	l.settled()
 	return l, s
 }
