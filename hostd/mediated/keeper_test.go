@@ -1,6 +1,7 @@
 package mediated
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -138,7 +139,9 @@ func (w *world) List(context.Context) (out []server.Status, err error) {
 }
 
 // The moves of parts are tested with a real process (move_test.go).
-func (w *world) Park(context.Context, string) ([]byte, error)     { return nil, errors.New("no move") }
+func (w *world) Park(context.Context, string) ([]byte, error) {
+	return nil, cmp.Or(w.call("park"), errors.New("no move"))
+}
 func (w *world) Save(context.Context, string, io.Writer) error    { return errors.New("no move") }
 func (w *world) Restore(context.Context, string, io.Reader) error { return errors.New("no move") }
 func (w *world) Give(context.Context, string, string) error       { return errors.New("no move") }

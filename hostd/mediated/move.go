@@ -72,12 +72,17 @@ func (k *Keeper) ParkParts(ctx context.Context, m vm.VM, migration string) (out 
 	k.lookAgain(ctx, m)
 	k.work.Lock()
 	defer k.work.Unlock()
-	domains, err := k.Domains.Of(ctx)
-	if err != nil {
-		return nil, err
-	}
-	d, runs := domains[m.UUID]
-	for _, a := range k.of(func(a *assignment) bool { return a.UUID == m.UUID }) {
+	for _, old := range k.of(func(a *assignment) bool { return a.UUID == m.UUID }) {
+		domains, err := k.Domains.Of(ctx)
+		if err != nil {
+			return nil, err
+		}
+		d, runs := domains[m.UUID]
+		now := k.of(func(a *assignment) bool { return a.ID == old.ID })
+		if len(now) == 0 {
+			continue // it was given back while another one was parked
+		}
+		a := now[0]
 		if a.moving() && a.Migration != migration {
 			return nil, fmt.Errorf("part of gpu %s for vm %s: %w: migration %s moves it", a.GPU, a.vm(), cards.ErrBusy, a.Migration)
 		}
@@ -87,21 +92,15 @@ func (k *Keeper) ParkParts(ctx context.Context, m vm.VM, migration string) (out 
 		a.Anew = a.Anew || !a.moving() && !runs && a.Phase == ready
 		a.Migration = migration
 		if a.Phase == attached && a.Message == "" {
-			p, err := k.Process(ctx, a.GPU)
-			if err != nil {
-				return nil, err
-			}
 			// Recorded first: whoever finds it parked knows why. Without a configuration it has to be
 			// parked once more.
 			a.Phase, a.Config = parked, nil
 			if err := k.put(a); err != nil {
 				return nil, err
 			}
-			if a.Config, err = p.Park(ctx, a.part()); err != nil {
-				return nil, fmt.Errorf("part of gpu %s for vm %s: %w", a.GPU, a.vm(), err)
-			}
-		} else if a.Phase == parked && len(a.Config) == 0 {
-			if a.Config, err = k.parkAgain(ctx, a); err != nil {
+		}
+		if a.Phase == parked && len(a.Config) == 0 {
+			if a.Config, err = k.park(ctx, a); err != nil {
 				return nil, err
 			}
 		}
@@ -139,12 +138,25 @@ func (k *Keeper) went(ctx context.Context, a *assignment, d Domain, runs bool) e
 	return nil
 }
 
-func (k *Keeper) parkAgain(ctx context.Context, a assignment) ([]byte, error) {
+// park parks a part that is on record as parked, and returns its configuration space. The caller holds
+// k.work, but not meanwhile: the VM decides how long its command runs, and others' VMs start.
+func (k *Keeper) park(ctx context.Context, a assignment) ([]byte, error) {
 	p, err := k.Process(ctx, a.GPU)
 	if err != nil {
 		return nil, err
 	}
-	return p.Park(ctx, a.part())
+	k.work.Unlock()
+	config, err := p.Park(ctx, a.part())
+	k.work.Lock()
+	if err != nil {
+		return nil, fmt.Errorf("part of gpu %s for vm %s: %w", a.GPU, a.vm(), err)
+	}
+	if len(k.of(func(b *assignment) bool {
+		return b.ID == a.ID && b.part() == a.part() && b.Phase == parked && b.Migration == a.Migration
+	})) == 0 {
+		return nil, fmt.Errorf("part of gpu %s for vm %s: %w: it was changed while it was parked", a.GPU, a.vm(), cards.ErrBusy)
+	}
+	return config, nil
 }
 
 // ExpectParts reserves such parts for a VM that is to arrive. Contents that this host has of
