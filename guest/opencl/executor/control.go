@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"sync"
 	"time"
 
@@ -645,8 +646,9 @@ func (s *session) retire() {
 	})
 }
 
+// contexts returns those that the application has, and those that it has released but not its commands.
 func (s *session) contexts() []*clContext {
-	var cs []*clContext
+	cs := slices.Clone(s.leaving)
 	for _, o := range s.objs {
 		if c, ok := o.(*clContext); ok {
 			cs = append(cs, c)

@@ -196,13 +196,11 @@ func (s *session) release(id, callback uint32) error {
 	s.objs[id] = nil
 	switch o := o.(type) {
 	case *device:
-		cl.ReleaseDevice(o.vendor)
+		s.leaveDevice(o)
 	case *clContext:
 		s.forsake(o)
 		s.bury(o)
-		cl.ReleaseContext(o.vendor)
-		s.xfer.forget(o)
-		s.pins.forget(o)
+		s.leave(o)
 	case *queue:
 		o.dead = true
 		s.ghost(id, o, o.users)

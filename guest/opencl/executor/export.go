@@ -112,6 +112,7 @@ func (s *session) export(ctx context.Context, to string, all, final bool, out si
 		ps[i].m.users--
 		s.dropMem(ps[i].m)
 	}
+	s.endLeft()
 	if err != nil {
 		s.exportedTo = "" // it is not known what has arrived
 	}

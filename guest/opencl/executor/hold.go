@@ -266,6 +266,7 @@ func (s *session) unpin(p *parkedCall) {
 		}
 	}
 	p.pins, p.drops = nil, nil
+	s.endLeft()
 }
 
 // forsake drops the commands of a released context that can never run: they wait for an event that

@@ -101,6 +101,7 @@ func (s *session) closeQueue(q *queue) {
 		}
 	}
 	s.bury(c)
+	s.endLeft()
 }
 
 const hostPtrFlags = cl.MemUseHostPtr | cl.MemCopyHostPtr | cl.MemAllocHostPtr

@@ -148,6 +148,8 @@ func (s *session) set(id uint32, serial uint64, o any) {
 			o.ghost = id
 		case *program:
 			o.ghost, o.dead = id, true
+		case *clContext:
+			s.leaving = append(s.leaving, o)
 		}
 		return
 	}
@@ -244,6 +246,7 @@ func (s *session) dropStale(g *graph) {
 			s.dropProgram(o)
 		}
 	}
+	s.endLeft()
 }
 
 // movedParts finds sub-buffers and images whose parent has another id now. The application
@@ -673,6 +676,7 @@ func (s *session) restoreFinal(g *graph) error {
 		s.token = max(s.token, t)
 	}
 	s.clock.last = g.Clock
+	s.endLeft()
 	return nil
 }
 

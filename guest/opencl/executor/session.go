@@ -35,8 +35,9 @@ type session struct {
 	ghosts   map[uint32]any // released objects that are still used, by ids that no client can choose
 	samplers []cl.Sampler   // released; commands may still use them
 	ghostID  uint32
-	redo     *parkedCall // the parked call that is run now
-	devices  []*device   // root devices
+	leaving  []*clContext // released; commands still use them
+	redo     *parkedCall  // the parked call that is run now
+	devices  []*device    // root devices
 	parked   []*parkedCall
 	moving   []*parkedCall        // bulk transfers that run
 	lanes    [wire.LaneCount]bool // used by them
