@@ -72,13 +72,9 @@ func Listen(path string) (*net.UnixListener, error) {
 // that no descriptors are left, pass: it goes on. take owns the file. Only root and the user of this process may hand files over.
 func Serve(l *net.UnixListener, take func(name string, f *os.File)) error {
 	for {
-		conn, err := l.AcceptUnix()
-		if errors.Is(err, net.ErrClosed) {
-			return err
-		}
+		conn, err := Accept(l.AcceptUnix)
 		if err != nil {
-			time.Sleep(pause)
-			continue
+			return err
 		}
 		_ = conn.SetDeadline(time.Now().Add(patient))
 		if name, f, err := receive(conn); err == nil {
@@ -86,6 +82,18 @@ func Serve(l *net.UnixListener, take func(name string, f *os.File)) error {
 			_, _ = conn.Write([]byte{taken})
 		}
 		conn.Close()
+	}
+}
+
+// Accept returns the next connection that accept, a listener's method, gives. Only the listener's end is an
+// error: others, as that no descriptors are left, pass.
+func Accept[C net.Conn](accept func() (C, error)) (C, error) {
+	for {
+		conn, err := accept()
+		if err == nil || errors.Is(err, net.ErrClosed) {
+			return conn, err
+		}
+		time.Sleep(pause)
 	}
 }
 

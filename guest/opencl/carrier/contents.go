@@ -14,6 +14,7 @@ import (
 	"connectrpc.com/connect"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/handover"
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 )
 
@@ -33,9 +34,9 @@ const (
 
 // serveImports takes contents from the executor that serves the session now, which is on this
 // host, and sends them to the far executor.
-func (c *carrier) serveImports(l *net.UnixListener) {
+func (c *carrier) serveImports(l net.Listener) {
 	for {
-		conn, err := l.Accept()
+		conn, err := handover.Accept(l.Accept)
 		if err != nil {
 			return
 		}

@@ -6,6 +6,7 @@ import (
 	"io"
 	"net"
 
+	"github.com/gpuctl/gpuctl/guest/handover"
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 )
@@ -13,7 +14,7 @@ import (
 // serveImports receives contents from the executor that serves the session now.
 func (s *session) serveImports(l net.Listener) {
 	for {
-		conn, err := l.Accept()
+		conn, err := handover.Accept(l.Accept)
 		if err != nil {
 			return
 		}

@@ -316,7 +316,7 @@ func (s *session) takeTurns() (end func(), err error) {
 // serveTurns accepts the arbiters' connections.
 func (s *session) serveTurns(l *net.UnixListener) {
 	for {
-		conn, err := l.AcceptUnix()
+		conn, err := handover.Accept(l.AcceptUnix)
 		if err != nil {
 			return
 		}

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"path/filepath"
 	"sync"
 	"testing"
 	"time"
@@ -383,4 +384,51 @@ func TestSessionThatIsSetFreeDuringAFreezeLaunchesNothing(t *testing.T) {
 	a.thaw()
 	c.call(&wire.Finish{Queue: q})
 	equal(t, c.read(q, b, 4096), 111)
+}
+
+// An executor that has no descriptor left for a moment takes turns and contents afterwards as before: an
+// arbiter that nobody answers would take it for one that keeps the GPU, and end its session.
+func TestExecutorThatCouldNotAcceptTakesTurnsAndContentsLater(t *testing.T) {
+	d := newDesk(t)
+	_, a, _, _, _ := d.ones()
+	for name, serve := range map[string]func(*net.UnixListener){
+		"turns":    a.serveTurns,
+		"contents": func(l *net.UnixListener) { a.serveImports(l) },
+	} {
+		l, err := net.ListenUnix("unix", &net.UnixAddr{Name: filepath.Join(t.TempDir(), "s")})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := l.SetDeadline(time.Unix(1, 0)); err != nil { // accept fails, as without descriptors
+			t.Fatal(err)
+		}
+		ended := make(chan struct{})
+		go func() { defer close(ended); serve(l) }()
+		select {
+		case <-ended:
+			t.Errorf("%s are not served any more", name)
+		case <-time.After(200 * time.Millisecond):
+		}
+		_ = l.SetDeadline(time.Time{})
+		conn, err := net.DialUnix("unix", nil, l.Addr().(*net.UnixAddr))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if name == "turns" {
+			seat, err := d.Join(turn.Member{Session: "a", Owner: "a", Weight: 100}, 0, conn)
+			if err != nil {
+				t.Fatal(err)
+			}
+			d.another()
+			d.waiting(seat, "it takes turns", isShared)
+		} else {
+			_ = conn.SetReadDeadline(time.Now().Add(time.Second))
+			if _, err := conn.Read(make([]byte, 1)); err != nil {
+				t.Errorf("nobody greets who brings contents: %v", err)
+			}
+			conn.Close()
+		}
+		l.Close()
+		<-ended
+	}
 }
