@@ -20,7 +20,7 @@ type Config struct {
 	// others run beside what has not ended.
 	Limit time.Duration
 	// End is after how long a turn that was taken back, and has not ended since, is
-	// reported as Endless. 0: never.
+	// reported as Endless, if others have wanted the GPU in the second half of that time. 0: never.
 	End time.Duration
 	// Report is told what happens. It may not call the Arbiter. nil: nobody is.
 	Report func(Report)
@@ -68,7 +68,7 @@ const (
 	// Overdue: a turn was taken back, as others wait. It is reported again if the executor
 	// names another command than the one that the turn was asked for.
 	Overdue Event = iota
-	// Endless: a turn that was taken back has not ended. The session is to be ended.
+	// Endless: a turn that was taken back has not ended, and others want the GPU. The session is to be ended.
 	Endless
 	// Ended: a turn that was taken back has ended after all.
 	Ended
@@ -267,6 +267,7 @@ func (a *Arbiter) enter(now time.Duration) {
 // queue enters into the books that a session waits.
 func (a *Arbiter) queue(now time.Duration, s *Seat, what uint64) {
 	s.since = now
+	a.want()
 	s.owner.asks = append(s.owner.asks, s)
 	a.books("submit", a.sched.Submit(now, s.owner.id, timeshare.Kind(what), 1))
 }
@@ -297,6 +298,7 @@ func (a *Arbiter) stop(now time.Duration, s *Seat) {
 		s.use.Turns++
 	case lapsed:
 		s.expire.Stop()
+		s.excused = false
 		s.use.Overrun += now - s.since - s.charged
 		a.report(Ended, s, now-s.since, nil)
 	case free, idle:
@@ -386,10 +388,32 @@ func (a *Arbiter) lapse(now time.Duration, s *Seat) {
 	s.expire = time.AfterFunc(left, func() {
 		a.mu.Lock()
 		defer a.unlock()
-		if s.state == lapsed && s.epoch == epoch && s.number == number && !s.gone && a.cfg.End != 0 {
-			a.report(Endless, s, a.now()-s.since, nil)
+		switch now := a.now(); {
+		case s.state != lapsed || s.epoch != epoch || s.number != number || s.gone || a.cfg.End == 0:
+		case a.wanted(now, s):
+			a.report(Endless, s, now-s.since, nil)
+		default:
+			s.excused = true
 		}
 	})
+}
+
+// wanted reports whether other sessions have used the GPU, or asked for it, in the second half of the time
+// after which the one that keeps it is ended.
+func (a *Arbiter) wanted(now time.Duration, keeps *Seat) bool {
+	return slices.ContainsFunc(a.seats, func(s *Seat) bool {
+		return s != keeps && (s.state != idle || now-s.active < a.cfg.End/2)
+	})
+}
+
+// want has those that keep the GPU be ended after all, as somebody wants it again.
+func (a *Arbiter) want() {
+	for _, s := range a.seats {
+		if s.excused {
+			s.excused = false
+			s.expire.Reset(a.cfg.End)
+		}
+	}
 }
 
 // again is what the timer does.

@@ -386,6 +386,44 @@ func TestTurnThatDoesNotEndIsTakenBack(t *testing.T) {
 	}
 }
 
+// Who keeps the GPU is ended for the sake of others only: not when they have gone, or want nothing any more,
+// and not at once when somebody comes again.
+func TestTurnThatDoesNotEndMayLastWhenNobodyWantsTheGPUAnyMore(t *testing.T) {
+	for _, leaves := range []bool{false, true} {
+		const end = 300 * ms
+		tb := newTable(t, func(c *Config) { c.Limit, c.End = 30*ms, end })
+		a, b := tb.two()
+		a.ask()
+		a.wants(Grant)
+		b.ask()
+		a.wants(Lapse)
+		b.wants(Grant)
+		b.end()
+		b.is(idle)
+		if leaves {
+			b.seat.Leave()
+		}
+		endless := func() bool {
+			tb.mu.Lock()
+			defer tb.mu.Unlock()
+			return slices.ContainsFunc(tb.reports, func(r Report) bool { return r.Event == Endless })
+		}
+		time.Sleep(2 * end)
+		if endless() {
+			t.Fatal("it is to be ended, and nobody wants its GPU")
+		}
+		c := tb.sit("c", "C", 1)
+		c.enters()
+		began := time.Now()
+		c.ask()
+		c.wants(Grant)
+		tb.told(Endless, "a") // c keeps its turn
+		if d := time.Since(began); d < end/2 {
+			t.Errorf("it is to be ended %v after somebody has come", d)
+		}
+	}
+}
+
 // The turn was asked for one command, and another one of it does not end.
 func TestCommandThatKeepsATurnIsNamed(t *testing.T) {
 	tb := newTable(t, func(c *Config) { c.Limit, c.End = 30*ms, 0 })

@@ -39,6 +39,7 @@ type Seat struct {
 	active  time.Duration // when it had something last
 	stale   int           // frames of earlier epochs
 	expire  *time.Timer
+	excused bool // it has kept the GPU for long, but nobody wants it
 	use     Use
 	gone    bool
 }
