@@ -217,6 +217,21 @@ func (e *executor) describeWithin(ctx context.Context, patience time.Duration) (
 	return e.description(resp.Msg)
 }
 
+// describeBusy is describeWithin for an operation. An error says what the executor waits for.
+func (e *executor) describeBusy(ctx context.Context, patience time.Duration, to listener) (*gpuctlv1.DescribeResponse, error) {
+	l := e.long(ctx, "describe", patience, to.waits)
+	defer l.end()
+	resp, err := e.api.Describe(l.ctx, connect.NewRequest(&gpuctlv1.DescribeRequest{}))
+	if err == nil {
+		return e.description(resp.Msg)
+	}
+	err = l.fail(err)
+	if stall := (*stallError)(nil); errors.As(err, &stall) && !stall.hangs {
+		err = fmt.Errorf("%w: its application keeps it busy; repeat this later, or with a longer --freeze-timeout", err)
+	}
+	return nil, err
+}
+
 // description checks what an executor reports about itself, because its usage is stored and
 // passed on.
 func (e *executor) description(d *gpuctlv1.DescribeResponse) (*gpuctlv1.DescribeResponse, error) {

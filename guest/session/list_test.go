@@ -2,8 +2,11 @@ package session
 
 import (
 	"context"
+	"strings"
 	"testing"
 	"time"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
 // TestBusyExecutorKeepsNoListWaiting: whoever wants to know of sessions gets what is known, as an
@@ -37,5 +40,27 @@ func TestBusyExecutorKeepsNoListWaiting(t *testing.T) {
 	e.mu.Unlock()
 	if answered != nil {
 		<-answered
+	}
+}
+
+// TestOperationThatABusyExecutorDoesNotAnswerSaysWhatItDoes: an executor that compiles, or whose runtime waits
+// for a kernel, may answer nothing for longer than an operation waits.
+func TestOperationThatABusyExecutorDoesNotAnswerSaysWhatItDoes(t *testing.T) {
+	b := newBench(t)
+	for kind, run := range map[string]func() (*gpuctlv1.SwapResult, error){
+		"swap": func() (*gpuctlv1.SwapResult, error) {
+			return b.m.Swap(context.Background(), &gpuctlv1.SwapRequest{Session: b.id, Target: &gpuctlv1.Target{Gpu: "b", Runtime: &gpuctlv1.Runtime{Library: "b.so"}}, FreezeTimeoutMs: 400}, func(*gpuctlv1.Progress) {})
+		},
+		"suspend": func() (*gpuctlv1.SwapResult, error) {
+			return b.m.Suspend(context.Background(), &gpuctlv1.SuspendRequest{Session: b.id, FreezeTimeoutMs: 400}, func(*gpuctlv1.Progress) {})
+		},
+	} {
+		e := b.l.generation(1)
+		e.mu.Lock()
+		res, err := run()
+		e.mu.Unlock()
+		if err != nil || !res.RolledBack || !strings.Contains(res.Error, "kernel spin of queue 3 has not ended") || !strings.Contains(res.Error, "--freeze-timeout") {
+			t.Errorf("%s: %v, %v", kind, res, err)
+		}
 	}
 }

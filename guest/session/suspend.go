@@ -68,7 +68,7 @@ type suspending struct {
 func (w *suspending) steps(op *operation) []engine.Step {
 	return []engine.Step{
 		{Name: stepCheck, Run: func(ctx context.Context) error {
-			d, err := op.source.describeWithin(ctx, freezePatience(w.req.FreezeTimeoutMs))
+			d, err := op.source.describeBusy(ctx, freezePatience(w.req.FreezeTimeoutMs), op)
 			if err != nil {
 				return err
 			}
@@ -167,7 +167,7 @@ type leaving struct {
 func (w *leaving) steps(op *operation) []engine.Step {
 	return []engine.Step{
 		{Name: stepCheck, Run: func(ctx context.Context) error {
-			d, err := op.source.describeWithin(ctx, freezePatience(w.req.FreezeTimeoutMs))
+			d, err := op.source.describeBusy(ctx, freezePatience(w.req.FreezeTimeoutMs), op)
 			w.total, op.freeze = d.GetUsage().GetMemory(), d.GetFreezes()+1
 			return err
 		}},

@@ -55,7 +55,7 @@ type swapping struct {
 func (w *swapping) steps(op *operation) []engine.Step {
 	return []engine.Step{
 		{Name: stepCheck, Run: func(ctx context.Context) error {
-			d, err := op.source.describeWithin(ctx, freezePatience(w.req.FreezeTimeoutMs))
+			d, err := op.source.describeBusy(ctx, freezePatience(w.req.FreezeTimeoutMs), op)
 			if err != nil {
 				return err
 			}

@@ -279,6 +279,7 @@ func (s *session) programDevices(p *program, ids []uint32) ([]*device, bool) {
 // vendor's objects until record was called.
 func (s *session) building(c call, p *program, callback uint32, f func() cl.Status, record func(cl.Status) cl.Status) outcome {
 	p.building = true
+	s.builds.Add(1)
 	over := s.unused(p)
 	vendor, ctx := p.vendor, p.ctx.vendor
 	if vendor != 0 {
@@ -290,6 +291,7 @@ func (s *session) building(c call, p *program, callback uint32, f func() cl.Stat
 			<-c
 		}
 		st := f()
+		s.builds.Add(-1)
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		p.building = false

@@ -33,8 +33,15 @@ func (c *controller) Pulse(ctx context.Context, r *connect.Request[gpuctlv1.Puls
 	}
 	tick := time.NewTicker(max(every, 10*time.Millisecond))
 	defer tick.Stop()
+	var held time.Time // since when nothing else is answered
 	for {
 		what, lasts := c.s.waitsFor()
+		if what == "" {
+			if what = c.s.inCall(); what == "" || held.IsZero() {
+				held = time.Now()
+			}
+			lasts = time.Since(held)
+		}
 		if err := out.Send(&gpuctlv1.PulseResponse{WaitsFor: what, ForNs: lasts.Nanoseconds()}); err != nil {
 			return err
 		}
@@ -46,6 +53,19 @@ func (c *controller) Pulse(ctx context.Context, r *connect.Request[gpuctlv1.Puls
 		case <-tick.C:
 		}
 	}
+}
+
+// inCall returns what the application has the executor do while nothing else is answered; empty: it
+// answers.
+func (s *session) inCall() string {
+	if s.mu.TryLock() {
+		s.mu.Unlock()
+		return ""
+	}
+	if n := s.builds.Load(); n > 0 {
+		return fmt.Sprintf("%d programs of the application are being built", n)
+	}
+	return "a call of the application to the runtime has not ended"
 }
 
 // waitsFor returns what the running request waits for, and since how long.

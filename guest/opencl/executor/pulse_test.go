@@ -82,6 +82,13 @@ func TestPulseIsAnsweredWhileTheRuntimeWorks(t *testing.T) {
 		t.Fatalf("it never says %q: %v", words, st.Err())
 	}
 	until("")
+	s.mu.Lock() // as a call of a runtime does that waits for its compiler
+	until("a call of the application to the runtime has not ended")
+	s.builds.Add(1)
+	until("1 programs of the application are being built")
+	s.builds.Add(-1)
+	s.mu.Unlock()
+	until("")
 	ctl.op.Lock()
 	end := s.does("contents are being read")
 	s.mu.Lock()

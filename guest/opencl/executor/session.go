@@ -80,6 +80,7 @@ type session struct {
 	naps           naps     // of the leader
 	standby        atomic.Int32
 	inflight       atomic.Int32
+	builds         atomic.Int32 // programs that are being built
 	frozen         bool
 	freezes        uint64 // how many freezes there were
 	doing          atomic.Pointer[activity]
