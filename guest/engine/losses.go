@@ -2,6 +2,7 @@ package engine
 
 import (
 	"bytes"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -28,14 +29,47 @@ const (
 // Losses remembers which sessions an engine has lost, also when their applications have ended
 // and over restarts of gpuguest. An application that is told of the loss mostly ends at once,
 // and its session with it; a migration that asks later must not take that for a normal end.
-// The oldest are forgotten first. It is safe for concurrent use.
+// When there are too many, the oldest of the owner with the most is forgotten: nobody must push out what
+// others have lost. It is safe for concurrent use.
 type Losses struct {
 	dir, name string
 
 	mu    sync.Mutex
-	all   []*gpuctlv1.LostSession
+	all   []loss
 	lines int  // in the file
 	torn  bool // its last line is not complete: the next one is written with all others
+}
+
+// loss is a lost session, and whose it was.
+type loss struct {
+	*gpuctlv1.LostSession
+	owner string
+}
+
+// lossLine is a line of the file. An earlier gpuguest has written the session alone.
+type lossLine struct {
+	Owner string          `json:"owner"`
+	Lost  json.RawMessage `json:"lost"`
+}
+
+func (o loss) line() ([]byte, error) {
+	b, err := protojson.Marshal(o.LostSession)
+	if err != nil {
+		return nil, err
+	}
+	if b, err = json.Marshal(lossLine{o.owner, b}); err != nil {
+		return nil, err
+	}
+	return append(b, '\n'), nil
+}
+
+func parseLoss(line []byte) (loss, bool) {
+	var x lossLine
+	if json.Unmarshal(line, &x) != nil || x.Lost == nil {
+		x.Lost = line
+	}
+	o := loss{&gpuctlv1.LostSession{}, x.Owner}
+	return o, protojson.Unmarshal(x.Lost, o.LostSession) == nil && o.GetId() != ""
 }
 
 // OpenLosses reads the losses that a file of a run folder has, if there is one.
@@ -50,8 +84,7 @@ func OpenLosses(dir, name string) (*Losses, error) {
 	}
 	for line := range bytes.Lines(b) {
 		l.lines++
-		one := &gpuctlv1.LostSession{}
-		if protojson.Unmarshal(line, one) == nil && one.GetId() != "" { // otherwise gpuguest has ended while it wrote it
+		if one, ok := parseLoss(line); ok { // otherwise gpuguest has ended while it wrote it
 			l.all = append(l.all, one)
 		}
 	}
@@ -60,21 +93,33 @@ func OpenLosses(dir, name string) (*Losses, error) {
 	return l, nil
 }
 
-// trim forgets the oldest.
+// trim forgets what is too much.
 func (l *Losses) trim() {
-	if n := len(l.all) - mostLosses; n > 0 {
-		l.all = slices.Delete(l.all, 0, n)
+	have := map[string]int{}
+	for _, o := range l.all {
+		have[o.owner]++
+	}
+	for len(l.all) > mostLosses {
+		most := l.all[0].owner // of owners with as many, the one whose is the oldest
+		for _, o := range l.all {
+			if have[o.owner] > have[most] {
+				most = o.owner
+			}
+		}
+		i := slices.IndexFunc(l.all, func(o loss) bool { return o.owner == most })
+		l.all = slices.Delete(l.all, i, i+1)
+		have[most]--
 	}
 }
 
 func (l *Losses) rewrite() error {
 	var b []byte
 	for _, one := range l.all {
-		line, err := protojson.Marshal(one)
+		line, err := one.line()
 		if err != nil {
 			return err
 		}
-		b = append(append(b, line...), '\n')
+		b = append(b, line...)
 	}
 	if err := beneath.Replace(l.dir, l.name, b, 0o600); err != nil {
 		return fmt.Errorf("lost sessions: %w", err)
@@ -91,15 +136,15 @@ func (l *Losses) Add(s *gpuctlv1.Session, why string) error {
 	if l.index(s.GetId()) >= 0 {
 		return nil
 	}
-	one := &gpuctlv1.LostSession{
+	one := loss{owner: excerpt.Line(s.GetOwner(), lostCommand), LostSession: &gpuctlv1.LostSession{
 		Id: s.GetId(), Claim: excerpt.Line(s.GetClaim(), lostCommand), Command: excerpt.Line(s.GetCommand(), lostCommand), Reason: excerpt.Line(why, lostReason), LostUnixMs: time.Now().UnixMilli(),
-	}
+	}}
 	l.all = append(l.all, one)
 	l.trim()
 	if l.torn || l.lines >= 2*mostLosses {
 		return l.rewrite()
 	}
-	line, err := protojson.Marshal(one)
+	line, err := one.line()
 	if err != nil {
 		return err
 	}
@@ -107,7 +152,7 @@ func (l *Losses) Add(s *gpuctlv1.Session, why string) error {
 	if err != nil {
 		return fmt.Errorf("lost sessions: %w", err)
 	}
-	_, err = f.Write(append(line, '\n'))
+	_, err = f.Write(line)
 	if err = errors.Join(err, f.Close()); err != nil {
 		l.torn = true // by a full disk
 		return fmt.Errorf("lost sessions: %w", err)
@@ -124,7 +169,7 @@ func (l *Losses) Has(id string) bool {
 }
 
 func (l *Losses) index(id string) int {
-	return slices.IndexFunc(l.all, func(o *gpuctlv1.LostSession) bool { return o.GetId() == id })
+	return slices.IndexFunc(l.all, func(o loss) bool { return o.GetId() == id })
 }
 
 // All returns them, oldest first.
@@ -133,7 +178,7 @@ func (l *Losses) All() []*gpuctlv1.LostSession {
 	defer l.mu.Unlock()
 	out := make([]*gpuctlv1.LostSession, 0, len(l.all))
 	for _, one := range l.all {
-		out = append(out, proto.CloneOf(one))
+		out = append(out, proto.CloneOf(one.LostSession))
 	}
 	return out
 }

@@ -95,3 +95,29 @@ func TestLossAfterOneThatWasCutOffIsKept(t *testing.T) {
 		t.Errorf("%v", all)
 	}
 }
+
+// Whoever loses thousands of sessions pushes out what others have lost neither in this gpuguest nor in the
+// next one, and what an earlier version has written is read.
+func TestLossesOfOneOwnerPushOutNoneOfAnother(t *testing.T) {
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "lost"), []byte(`{"id":"s-old","command":"app"}`+"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	l := open(t, dir)
+	lose := func(id, owner string) {
+		t.Helper()
+		if err := l.Add(&gpuctlv1.Session{Id: id, Owner: owner}, "why"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	lose("s-1", "user:1")
+	for i := range 2*mostLosses + 10 { // the file is written anew meanwhile
+		lose(fmt.Sprint("x-", i), "user:2")
+	}
+	for range 2 {
+		if n := len(l.All()); n != mostLosses || !l.Has("s-old") || !l.Has("s-1") || l.Has("x-1") || !l.Has(fmt.Sprint("x-", 2*mostLosses)) {
+			t.Errorf("%d are known; s-old: %v, s-1: %v", n, l.Has("s-old"), l.Has("s-1"))
+		}
+		l = open(t, dir)
+	}
+}
