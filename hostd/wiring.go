@@ -287,7 +287,7 @@ func (m *wiring) makeMigrations(o Options) (err error) {
 	nics := &cardapi.NICs{Network: m.network, Peers: neighbours{m.node}.peers, Log: o.Log}
 	m.devices = cardapi.New(cardapi.Config{
 		Keeper: mediated.Both{CardKeeper: m.cards, Mediated: m.mediated}, Remote: m.borrow,
-		Service: servicevm.NewService(servicevm.ServiceConfig{Keeper: m.serving, VMs: m.platform.Cards.VMs, Cards: m.cards}),
+		Service: servicevm.NewService(servicevm.ServiceConfig{Keeper: m.serving, VMs: m.platform.Cards.VMs, Cards: m.cards, Moving: m.records.Moving}),
 		NICs:    nics, Cluster: m.node, Log: o.Log,
 	})
 	m.migrations = migration.New(migration.Config{

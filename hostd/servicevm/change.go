@@ -32,6 +32,7 @@ const (
 	reasonOffer   = "offer"
 	reasonUsed    = "in_use"
 	reasonMany    = "too_many"
+	reasonMoves   = "migration_running"
 )
 
 const (
@@ -56,6 +57,8 @@ type ServiceConfig struct {
 	VMs   VMs
 	Cards Cards
 	Offer time.Duration // how long a VM may take to lend its first card; 0: a minute
+	// Moving returns the migration of a VM that has not ended; empty: none.
+	Moving func(ctx context.Context, uuid string) (migration string)
 }
 
 // Service does what operators ask: it has VMs of this host serve others, and ends that. It is
@@ -129,12 +132,34 @@ func (sv *Service) against(ctx context.Context, m vm.Info) []*gpuctlv1.Reason {
 	if _, err := check(hello, sv.Loopback()); err != nil {
 		return []*gpuctlv1.Reason{steps.Because(reasonOffer, "VM %s cannot serve others: %v", m.Name, err)}
 	}
+	if err := sv.stays(ctx, m.VM); err != nil {
+		return []*gpuctlv1.Reason{steps.Because(reasonMoves, "%v", err)}
+	}
 	return nil
+}
+
+// stays returns an error if a migration takes the VM away, and its cards from those that it would serve.
+func (sv *Service) stays(ctx context.Context, m vm.VM) error {
+	id := sv.Moving(ctx, m.UUID)
+	if id == "" {
+		return nil
+	}
+	return fmt.Errorf("migration %s of VM %s has not ended: gpuctl migrations watch %s shows it", id, m.Name, id)
 }
 
 // serve does the steps. The declaration is first, so that nobody has the card without it.
 func (sv *Service) serve(ctx context.Context, c *steps.Change, m vm.VM, attach *gpuctlv1.AttachRequest) error {
-	if err := c.Step(stepDeclare, func() error { return sv.declare(m) }); err != nil {
+	err := c.Step(stepDeclare, func() error {
+		if err := sv.declare(m); err != nil {
+			return err
+		}
+		// One that begins from now on finds the declaration.
+		if err := sv.stays(ctx, m); err != nil {
+			return errors.Join(err, sv.withdrawn(ctx, m))
+		}
+		return nil
+	})
+	if err != nil {
 		return err
 	}
 	got := false
@@ -152,7 +177,7 @@ func (sv *Service) serve(ctx context.Context, c *steps.Change, m vm.VM, attach *
 		}
 		c.At = len(c.Steps) - 1
 	}
-	err := c.Step(stepOffer, func() error { return sv.awaitOffer(ctx, m) })
+	err = c.Step(stepOffer, func() error { return sv.awaitOffer(ctx, m) })
 	if err != nil {
 		err = errors.Join(err, sv.withdrawn(ctx, m))
 		if got {

@@ -36,9 +36,12 @@ type world struct {
 	asked map[string]int
 	users map[string][]string // by GPU
 	stuck error               // of EndUsers
-	calls []string
-	fail  error  // of Cards.Attach
-	while func() // what others do during Cards.Attach
+
+	moves  string // the VM's migration
+	begins bool
+	calls  []string
+	fail   error  // of Cards.Attach
+	while  func() // what others do during Cards.Attach
 }
 
 func newWorld(t *testing.T) *world {
@@ -75,6 +78,18 @@ func (w *world) Hello(_ context.Context, uuid string) (*gpuctlv1.HelloResponse, 
 
 func (w *world) GuestService(context.Context, string) (gpuctlv1connect.GuestServiceClient, error) {
 	return nil, errors.New("not asked for here")
+}
+
+// moving plays a migration of the VM, which begins before it is asked about the second time if begins is set.
+func (w *world) moving(context.Context, string) string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.begins {
+		w.begins = false
+		w.moves = "m-1"
+		return ""
+	}
+	return w.moves
 }
 
 func (w *world) Find(_ context.Context, ref string) (vm.Info, error) {
@@ -143,7 +158,7 @@ func (w *world) keeper(file string) *Service {
 		w.t.Fatal(err)
 	}
 	k := NewKeeper(Config{Registry: r, Claims: w, Loopback: func() bool { return false }, Log: slog.New(slog.DiscardHandler), Silent: time.Hour})
-	return NewService(ServiceConfig{Keeper: k, VMs: w, Cards: w, Offer: 300 * time.Millisecond})
+	return NewService(ServiceConfig{Keeper: k, VMs: w, Cards: w, Offer: 300 * time.Millisecond, Moving: w.moving})
 }
 
 func serve(k *Service, r *gpuctlv1.ServeRequest) (last *gpuctlv1.DeviceUpdate, steps []string, err error) {
@@ -212,6 +227,28 @@ func TestAVMThatCannotServeIsRefused(t *testing.T) {
 		}
 		if k.Of(gpuvm.UUID) != nil {
 			t.Errorf("%s: it is declared", says)
+		}
+	}
+}
+
+// A VM that is being migrated serves nobody: its cards would be taken from those who compute there, or the
+// host that it leaves would go on offering them.
+func TestAVMThatIsBeingMigratedServesNobody(t *testing.T) {
+	for _, begins := range []bool{false, true} {
+		w := newWorld(t)
+		if w.begins = begins; !begins {
+			w.moves = "m-1"
+		}
+		k := w.keeper("")
+		if _, _, err := serve(k, &gpuctlv1.ServeRequest{}); err == nil || !strings.Contains(err.Error(), "migration m-1 of VM "+gpuvm.Name+" has not ended") {
+			t.Error(err)
+		}
+		if k.Of(gpuvm.UUID) != nil || k.Serves(gpuvm.UUID) != "" {
+			t.Error("it is declared")
+		}
+		w.set(func() { w.moves = "" })
+		if _, _, err := serve(k, &gpuctlv1.ServeRequest{}); err != nil {
+			t.Error(err)
 		}
 	}
 }
