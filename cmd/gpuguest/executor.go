@@ -127,6 +127,11 @@ func runExecutor(ctx context.Context, in io.Reader, log *slog.Logger) error {
 	if err := protojson.Unmarshal(c.Runtime, cfg.Runtime); err != nil {
 		return fmt.Errorf("runtime: %w", err)
 	}
+	if c.Dir != "" { // options of builds name files there
+		if err := os.Chdir(c.Dir); err != nil {
+			return fmt.Errorf("the session's folder: %w", err)
+		}
+	}
 	if len(c.Device) > 0 {
 		if err := protojson.Unmarshal(c.Device, cfg.Device); err != nil {
 			return fmt.Errorf("virtual device: %w", err)

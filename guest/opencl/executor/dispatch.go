@@ -110,9 +110,13 @@ func (s *session) run(c call, m wire.Request) (outcome, error) {
 	case *wire.CreateProgramBinary:
 		return s.createProgram(m.ID, m.Context, programBinary, m.Mode, m.Binary, m.StageOff, m.StageLen)
 	case *wire.BuildProgram:
-		return s.buildProgram(c, m)
+		return s.build(c, m, inclusion{})
 	case *wire.CompileProgram:
-		return s.compileProgram(c, m)
+		return s.compile(c, m, inclusion{})
+	case *wire.BuildWithFiles:
+		return s.buildWithFiles(c, m)
+	case *wire.CompileWithFiles:
+		return s.compileWithFiles(c, m)
 	case *wire.LinkProgram:
 		return s.linkProgram(c, m)
 	case *wire.ProgramInfo:

@@ -49,6 +49,9 @@ func (s *session) createProgram(id, ctx uint32, from programOrigin, mode uint32,
 		}
 		p.content = *x
 		p.spec, p.loaded = x.SpecConstants, true
+		if st := s.laid(x); st != cl.Success {
+			return done(st), nil
+		}
 	}
 	if st := s.makeProgram(p); st != cl.Success {
 		return done(st), nil
@@ -190,6 +193,9 @@ func (c *clContext) vendorCompile(v cl.Program, x *portable.Program, ds []*devic
 	var names []string
 	defer func() { releasePrograms(hs) }()
 	for i := range x.Headers {
+		if isFile(x.Headers[i].Name) {
+			continue
+		}
 		h, st := c.vendorProgram(&x.Headers[i].Program, ds, how)
 		if st != cl.Success {
 			return st
@@ -342,7 +348,7 @@ func (s *session) buildable(id uint32, devices []uint32) (*program, []*device, c
 	return p, ds, cl.Success
 }
 
-func (s *session) buildProgram(c call, m *wire.BuildProgram) (outcome, error) {
+func (s *session) build(c call, m *wire.BuildProgram, in inclusion) (outcome, error) {
 	p, ds, st := s.buildable(m.Program, m.Devices)
 	if st != cl.Success {
 		return done(st), nil
@@ -362,9 +368,12 @@ func (s *session) buildProgram(c call, m *wire.BuildProgram) (outcome, error) {
 	if st := s.original(p); st != cl.Success {
 		return done(st), nil
 	}
-	use := options
-	if p.loaded && use == "" {
-		use = p.content.Options
+	use := in.options(options)
+	if p.loaded {
+		use, in.files = again(&p.content, options)
+	}
+	if st := s.laid(&portable.Program{Headers: in.files, Options: use}); st != cl.Success {
+		return done(st), nil
 	}
 	s.out.expect(mayPrintText([]byte(use)))
 	for _, d := range ds {
@@ -376,14 +385,14 @@ func (s *session) buildProgram(c call, m *wire.BuildProgram) (outcome, error) {
 	}, func(st cl.Status) cl.Status {
 		if st == cl.Success {
 			p.content.Kind, p.content.Options = portable.Executable, use
-			p.content.Inputs, p.content.Headers, p.content.SpecConstants = nil, nil, spec
+			p.content.Inputs, p.content.Headers, p.content.SpecConstants = nil, in.files, spec
 		}
 		p.finishBuild(ds, options)
 		return st
 	}), nil
 }
 
-func (s *session) compileProgram(c call, m *wire.CompileProgram) (outcome, error) {
+func (s *session) compile(c call, m *wire.CompileProgram, in inclusion) (outcome, error) {
 	p, ds, st := s.buildable(m.Program, m.Devices)
 	if st != cl.Success {
 		return done(st), nil
@@ -396,7 +405,11 @@ func (s *session) compileProgram(c call, m *wire.CompileProgram) (outcome, error
 	}
 	options := cstring(m.Options)
 	names := strings.Split(string(m.Names), "\x00")
-	x := portable.Program{Kind: portable.Object, Source: p.content.Source, IL: p.content.IL, Options: options, SpecConstants: p.spec}
+	use := in.options(options)
+	x := portable.Program{Kind: portable.Object, Source: p.content.Source, IL: p.content.IL, Options: use, SpecConstants: p.spec, Headers: in.files}
+	if st := s.laid(&x); st != cl.Success {
+		return done(st), nil
+	}
 	var hs []cl.Program
 	var hn []string
 	for i, id := range m.Headers {
@@ -419,7 +432,7 @@ func (s *session) compileProgram(c call, m *wire.CompileProgram) (outcome, error
 	}
 	v := p.vendor
 	return s.building(c, p, m.Callback, func() cl.Status {
-		return cl.CompileProgram(v, vendorIDs(ds), s.quirk.options(options), hs, hn)
+		return cl.CompileProgram(v, vendorIDs(ds), s.quirk.options(use), hs, hn)
 	}, func(st cl.Status) cl.Status {
 		releasePrograms(hs)
 		if st == cl.BuildProgramFailure { // some runtimes return this instead

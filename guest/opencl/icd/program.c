@@ -259,10 +259,19 @@ CL_API_ENTRY cl_int CL_API_CALL clBuildProgram(cl_program p, cl_uint n, const cl
 	TRY(check_devices(p->devs, p->ndev, n, devs, ids));
 	if (atomic_load(&p->kernels))
 		return CL_INVALID_OPERATION;
+	struct gx_files f;
+	TRY(gx_files_find(p, options, &f));
+	cl_int err = CL_SUCCESS;
+	uint32_t nopt = options ? (uint32_t)strlen(options) : 0;
 	if (fn && !(token = gx_cb_add(CBK_BUILD, p, (void *)fn, user, 0)))
-		return CL_OUT_OF_HOST_MEMORY;
-	cl_int err = call_build_program(&(struct gx_build_program){.program = p->o.id, .callback = token, .devices = ids, .n_devices = n,
-		.options = options, .n_options = options ? (uint32_t)strlen(options) : 0}, NULL);
+		err = CL_OUT_OF_HOST_MEMORY;
+	else if (f.n)
+		err = call_build_with_files(&(struct gx_build_with_files){.program = p->o.id, .callback = token, .devices = ids, .n_devices = n,
+			.options = options, .n_options = nopt, .files = f.ids, .n_files = f.n, .paths = f.names, .n_paths = f.nnames}, NULL);
+	else
+		err = call_build_program(&(struct gx_build_program){.program = p->o.id, .callback = token, .devices = ids, .n_devices = n,
+			.options = options, .n_options = nopt}, NULL);
+	gx_files_drop(&f);
 	if (err && token)
 		gx_cb_drop(token);
 	return err;
@@ -295,13 +304,19 @@ CL_API_ENTRY cl_int CL_API_CALL clCompileProgram(cl_program p, cl_uint n, const 
 		hids[i] = headers[i]->o.id;
 		at = stpcpy(at, names[i]) + 1;
 	}
-	cl_int err = CL_SUCCESS;
-	if (fn && !(token = gx_cb_add(CBK_BUILD, p, (void *)fn, user, 0)))
+	struct gx_files f;
+	cl_int err = gx_files_find(p, options, &f);
+	uint32_t nopt = options ? (uint32_t)strlen(options) : 0;
+	if (!err && fn && !(token = gx_cb_add(CBK_BUILD, p, (void *)fn, user, 0)))
 		err = CL_OUT_OF_HOST_MEMORY;
-	if (!err)
+	if (!err && f.n)
+		err = call_compile_with_files(&(struct gx_compile_with_files){.program = p->o.id, .callback = token, .devices = ids, .n_devices = n,
+			.options = options, .n_options = nopt, .headers = hids, .n_headers = nheaders, .names = all, .n_names = (uint32_t)bytes,
+			.files = f.ids, .n_files = f.n, .paths = f.names, .n_paths = f.nnames}, NULL);
+	else if (!err)
 		err = call_compile_program(&(struct gx_compile_program){.program = p->o.id, .callback = token, .devices = ids, .n_devices = n,
-			.options = options, .n_options = options ? (uint32_t)strlen(options) : 0, .headers = hids, .n_headers = nheaders,
-			.names = all, .n_names = (uint32_t)bytes}, NULL);
+			.options = options, .n_options = nopt, .headers = hids, .n_headers = nheaders, .names = all, .n_names = (uint32_t)bytes}, NULL);
+	gx_files_drop(&f);
 	free(hids);
 	if (err && token)
 		gx_cb_drop(token);

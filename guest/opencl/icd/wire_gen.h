@@ -158,6 +158,8 @@ enum gx_op {
 	GX_MIGRATE,
 	GX_MARKER,
 	GX_BARRIER,
+	GX_BUILD_WITH_FILES,
+	GX_COMPILE_WITH_FILES,
 	GX_OP_COUNT
 };
 
@@ -1847,6 +1849,94 @@ static inline void gx_put_barrier(uint8_t *p, const struct gx_barrier *m)
 	p += GX_ALIGN8((size_t)m->n_wait * 4);
 }
 
+/* build_program of a source that includes files */
+struct gx_build_with_files {
+	uint32_t program;
+	uint32_t callback;
+	const uint32_t *devices; uint32_t n_devices;
+	const void *options; uint32_t n_options;
+	const uint32_t *files; uint32_t n_files;
+	const void *paths; uint32_t n_paths;
+};
+static inline size_t gx_size_build_with_files(const struct gx_build_with_files *m)
+{
+	(void)m;
+	return 24
+		+ GX_ALIGN8((size_t)m->n_devices * 4)
+		+ GX_ALIGN8((size_t)m->n_options * 1)
+		+ GX_ALIGN8((size_t)m->n_files * 4)
+		+ GX_ALIGN8((size_t)m->n_paths * 1)
+	;
+}
+static inline void gx_put_build_with_files(uint8_t *p, const struct gx_build_with_files *m)
+{
+	(void)p; (void)m;
+	memcpy(p + 0, &m->program, 4);
+	memcpy(p + 4, &m->callback, 4);
+	memcpy(p + 8, &m->n_devices, 4);
+	memcpy(p + 12, &m->n_options, 4);
+	memcpy(p + 16, &m->n_files, 4);
+	memcpy(p + 20, &m->n_paths, 4);
+	p += 24;
+	if (m->n_devices) memcpy(p, m->devices, (size_t)m->n_devices * 4);
+	p += GX_ALIGN8((size_t)m->n_devices * 4);
+	if (m->n_options) memcpy(p, m->options, (size_t)m->n_options * 1);
+	p += GX_ALIGN8((size_t)m->n_options * 1);
+	if (m->n_files) memcpy(p, m->files, (size_t)m->n_files * 4);
+	p += GX_ALIGN8((size_t)m->n_files * 4);
+	if (m->n_paths) memcpy(p, m->paths, (size_t)m->n_paths * 1);
+	p += GX_ALIGN8((size_t)m->n_paths * 1);
+}
+
+/* compile_program of a source that includes files */
+struct gx_compile_with_files {
+	uint32_t program;
+	uint32_t callback;
+	const uint32_t *devices; uint32_t n_devices;
+	const void *options; uint32_t n_options;
+	const uint32_t *headers; uint32_t n_headers;
+	const void *names; uint32_t n_names;
+	const uint32_t *files; uint32_t n_files;
+	const void *paths; uint32_t n_paths;
+};
+static inline size_t gx_size_compile_with_files(const struct gx_compile_with_files *m)
+{
+	(void)m;
+	return 32
+		+ GX_ALIGN8((size_t)m->n_devices * 4)
+		+ GX_ALIGN8((size_t)m->n_options * 1)
+		+ GX_ALIGN8((size_t)m->n_headers * 4)
+		+ GX_ALIGN8((size_t)m->n_names * 1)
+		+ GX_ALIGN8((size_t)m->n_files * 4)
+		+ GX_ALIGN8((size_t)m->n_paths * 1)
+	;
+}
+static inline void gx_put_compile_with_files(uint8_t *p, const struct gx_compile_with_files *m)
+{
+	(void)p; (void)m;
+	memcpy(p + 0, &m->program, 4);
+	memcpy(p + 4, &m->callback, 4);
+	memcpy(p + 8, &m->n_devices, 4);
+	memcpy(p + 12, &m->n_options, 4);
+	memcpy(p + 16, &m->n_headers, 4);
+	memcpy(p + 20, &m->n_names, 4);
+	memcpy(p + 24, &m->n_files, 4);
+	memcpy(p + 28, &m->n_paths, 4);
+	p += 32;
+	if (m->n_devices) memcpy(p, m->devices, (size_t)m->n_devices * 4);
+	p += GX_ALIGN8((size_t)m->n_devices * 4);
+	if (m->n_options) memcpy(p, m->options, (size_t)m->n_options * 1);
+	p += GX_ALIGN8((size_t)m->n_options * 1);
+	if (m->n_headers) memcpy(p, m->headers, (size_t)m->n_headers * 4);
+	p += GX_ALIGN8((size_t)m->n_headers * 4);
+	if (m->n_names) memcpy(p, m->names, (size_t)m->n_names * 1);
+	p += GX_ALIGN8((size_t)m->n_names * 1);
+	if (m->n_files) memcpy(p, m->files, (size_t)m->n_files * 4);
+	p += GX_ALIGN8((size_t)m->n_files * 4);
+	if (m->n_paths) memcpy(p, m->paths, (size_t)m->n_paths * 1);
+	p += GX_ALIGN8((size_t)m->n_paths * 1);
+}
+
 /* All operations: x(name, NUMBER) for each. */
 #define GX_OPERATIONS(x) \
 	x(session_info, GX_SESSION_INFO) \
@@ -1904,5 +1994,7 @@ static inline void gx_put_barrier(uint8_t *p, const struct gx_barrier *m)
 	x(unmap, GX_UNMAP) \
 	x(migrate, GX_MIGRATE) \
 	x(marker, GX_MARKER) \
-	x(barrier, GX_BARRIER)
+	x(barrier, GX_BARRIER) \
+	x(build_with_files, GX_BUILD_WITH_FILES) \
+	x(compile_with_files, GX_COMPILE_WITH_FILES)
 #endif

@@ -160,6 +160,8 @@ const (
 	OpMigrate
 	OpMarker
 	OpBarrier
+	OpBuildWithFiles
+	OpCompileWithFiles
 	opCount
 )
 
@@ -220,6 +222,8 @@ var opNames = [...]string{"pad",
 	"migrate",
 	"marker",
 	"barrier",
+	"build_with_files",
+	"compile_with_files",
 }
 
 // SessionInfo: platform and device properties; the first call of a session.
@@ -2623,6 +2627,124 @@ func (m *Barrier) Append(b []byte) []byte {
 	return b
 }
 
+// BuildWithFiles: build_program of a source that includes files.
+type BuildWithFiles struct {
+	Program  uint32
+	Devices  []uint32 // none for all
+	Options  []byte
+	Callback uint32
+	Files    []uint32 // programs with the files' text
+	Paths    []byte   // their absolute paths with one more slash, then the working folder, each ended by NUL
+}
+
+// Op returns the operation's number.
+func (*BuildWithFiles) Op() Op { return OpBuildWithFiles }
+
+// Decode reads the request from b, which it keeps: lists alias it.
+func (m *BuildWithFiles) Decode(b []byte) error {
+	if len(b) < 24 {
+		return short(OpBuildWithFiles, len(b))
+	}
+	m.Program = le32(b[0:])
+	m.Callback = le32(b[4:])
+	rest := b[24:]
+	var err error
+	if m.Devices, rest, err = take32(OpBuildWithFiles, rest, le32(b[8:])); err != nil {
+		return err
+	}
+	if m.Options, rest, err = takeBytes(OpBuildWithFiles, rest, le32(b[12:])); err != nil {
+		return err
+	}
+	if m.Files, rest, err = take32(OpBuildWithFiles, rest, le32(b[16:])); err != nil {
+		return err
+	}
+	if m.Paths, rest, err = takeBytes(OpBuildWithFiles, rest, le32(b[20:])); err != nil {
+		return err
+	}
+	_ = rest
+	return nil
+}
+
+// Append encodes the request behind b.
+func (m *BuildWithFiles) Append(b []byte) []byte {
+	b = put32(b, uint32(m.Program))
+	b = put32(b, uint32(m.Callback))
+	b = put32(b, uint32(len(m.Devices)))
+	b = put32(b, uint32(len(m.Options)))
+	b = put32(b, uint32(len(m.Files)))
+	b = put32(b, uint32(len(m.Paths)))
+	b = append32(b, m.Devices)
+	b = appendBytes(b, m.Options)
+	b = append32(b, m.Files)
+	b = appendBytes(b, m.Paths)
+	return b
+}
+
+// CompileWithFiles: compile_program of a source that includes files.
+type CompileWithFiles struct {
+	Program  uint32
+	Devices  []uint32
+	Options  []byte
+	Headers  []uint32 // programs
+	Names    []byte   // their include names, each ended by NUL
+	Callback uint32
+	Files    []uint32 // as in build_with_files
+	Paths    []byte
+}
+
+// Op returns the operation's number.
+func (*CompileWithFiles) Op() Op { return OpCompileWithFiles }
+
+// Decode reads the request from b, which it keeps: lists alias it.
+func (m *CompileWithFiles) Decode(b []byte) error {
+	if len(b) < 32 {
+		return short(OpCompileWithFiles, len(b))
+	}
+	m.Program = le32(b[0:])
+	m.Callback = le32(b[4:])
+	rest := b[32:]
+	var err error
+	if m.Devices, rest, err = take32(OpCompileWithFiles, rest, le32(b[8:])); err != nil {
+		return err
+	}
+	if m.Options, rest, err = takeBytes(OpCompileWithFiles, rest, le32(b[12:])); err != nil {
+		return err
+	}
+	if m.Headers, rest, err = take32(OpCompileWithFiles, rest, le32(b[16:])); err != nil {
+		return err
+	}
+	if m.Names, rest, err = takeBytes(OpCompileWithFiles, rest, le32(b[20:])); err != nil {
+		return err
+	}
+	if m.Files, rest, err = take32(OpCompileWithFiles, rest, le32(b[24:])); err != nil {
+		return err
+	}
+	if m.Paths, rest, err = takeBytes(OpCompileWithFiles, rest, le32(b[28:])); err != nil {
+		return err
+	}
+	_ = rest
+	return nil
+}
+
+// Append encodes the request behind b.
+func (m *CompileWithFiles) Append(b []byte) []byte {
+	b = put32(b, uint32(m.Program))
+	b = put32(b, uint32(m.Callback))
+	b = put32(b, uint32(len(m.Devices)))
+	b = put32(b, uint32(len(m.Options)))
+	b = put32(b, uint32(len(m.Headers)))
+	b = put32(b, uint32(len(m.Names)))
+	b = put32(b, uint32(len(m.Files)))
+	b = put32(b, uint32(len(m.Paths)))
+	b = append32(b, m.Devices)
+	b = appendBytes(b, m.Options)
+	b = append32(b, m.Headers)
+	b = appendBytes(b, m.Names)
+	b = append32(b, m.Files)
+	b = appendBytes(b, m.Paths)
+	return b
+}
+
 // New returns an empty request for op, nil when the number is unknown.
 func New(op Op) Request {
 	switch op {
@@ -2738,6 +2860,10 @@ func New(op Op) Request {
 		return new(Marker)
 	case OpBarrier:
 		return new(Barrier)
+	case OpBuildWithFiles:
+		return new(BuildWithFiles)
+	case OpCompileWithFiles:
+		return new(CompileWithFiles)
 	}
 	return nil
 }

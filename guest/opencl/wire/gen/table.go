@@ -138,4 +138,10 @@ var table = []op{
 	{"migrate", "", cmd(field{"queue", u32, ""}, field{"flags", u64, ""}, field{"mems", u32s, ""})},
 	{"marker", "", cmd(field{"queue", u32, ""})},
 	{"barrier", "", cmd(field{"queue", u32, ""})},
+	{"build_with_files", "build_program of a source that includes files", []field{
+		{"program", u32, ""}, {"devices", u32s, "none for all"}, {"options", bytes, ""}, {"callback", u32, ""},
+		{"files", u32s, "programs with the files' text"}, {"paths", bytes, "their absolute paths with one more slash, then the working folder, each ended by NUL"}}},
+	{"compile_with_files", "compile_program of a source that includes files", []field{
+		{"program", u32, ""}, {"devices", u32s, ""}, {"options", bytes, ""}, {"headers", u32s, "programs"}, {"names", bytes, "their include names, each ended by NUL"}, {"callback", u32, ""},
+		{"files", u32s, "as in build_with_files"}, {"paths", bytes, ""}}},
 }

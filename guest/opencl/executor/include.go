@@ -1,0 +1,236 @@
+package executor
+
+import (
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/portable"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+	"github.com/gpuctl/gpuctl/internal/random"
+)
+
+// Files that a program includes are the application's, and the executor can't read them
+// where they are. The application's library sends their text with the build. They are headers of
+// the program whose names begin with fileMark, and lie in the session's folder as in the
+// application's file system, below a folder that their contents name. Options name that folder
+// relative to the session's, which is the executor's working folder: so a program
+// is the same in every session.
+const (
+	fileMark   = "//"
+	includeDir = "include"
+)
+
+// inclusion is what a build includes of the application's files.
+type inclusion struct {
+	files []portable.Header
+	cwd   string // the application's working folder
+}
+
+// inclusion takes the files of a request.
+func (s *session) inclusion(ids []uint32, paths []byte) (inclusion, cl.Status) {
+	names := strings.Split(string(paths), "\x00")
+	if len(names) < len(ids)+1 {
+		return inclusion{}, cl.InvalidValue
+	}
+	in := inclusion{cwd: names[len(ids)]}
+	if !filepath.IsAbs(in.cwd) {
+		return inclusion{}, cl.InvalidValue
+	}
+	for i, id := range ids {
+		p := lookup[program](s, id)
+		if p == nil || p.content.Kind != portable.Source {
+			return inclusion{}, cl.InvalidProgram
+		}
+		if !isFile(names[i]) {
+			return inclusion{}, cl.InvalidValue
+		}
+		in.files = append(in.files, portable.Header{Name: names[i], Program: portable.Program{Kind: portable.Source, Source: p.content.Source}})
+	}
+	return in, cl.Success
+}
+
+// isFile reports whether a header's name is the path of a file.
+func isFile(name string) bool {
+	path, ok := strings.CutPrefix(name, fileMark)
+	return ok && path != "" && filepath.Clean("/"+path) == "/"+path
+}
+
+// root is the folder of a program's files; empty if it has none.
+func root(hs []portable.Header) string {
+	h, any := sha256.New(), false
+	for i := range hs {
+		if !isFile(hs[i].Name) {
+			continue
+		}
+		any = true
+		for _, b := range [][]byte{[]byte(hs[i].Name), hs[i].Program.Source} {
+			h.Write(binary.LittleEndian.AppendUint64(nil, uint64(len(b))))
+			h.Write(b)
+		}
+	}
+	if !any {
+		return ""
+	}
+	return filepath.Join(includeDir, hex.EncodeToString(h.Sum(nil)[:16]))
+}
+
+// options returns options with which a runtime finds the files. Each folder in which it is to look
+// has that of the files before it.
+func (in *inclusion) options(o string) string {
+	dir := root(in.files)
+	if dir == "" {
+		return o
+	}
+	here := strings.TrimSuffix(in.cwd, "/") + "/"
+	var b strings.Builder
+	for i := range in.files {
+		if strings.HasPrefix(in.files[i].Name, "/"+here) { // a runtime looks in the working folder, too
+			b.WriteString(include(dir, in.cwd))
+			break
+		}
+	}
+	for w, rest := word(o); w != ""; w, rest = word(rest) {
+		if path, ok := strings.CutPrefix(unquoted(w), "-I"); ok {
+			if path == "" {
+				var next string
+				next, rest = word(rest)
+				w, path = w+" "+next, unquoted(next)
+			}
+			if !filepath.IsAbs(path) {
+				path = filepath.Join(in.cwd, path)
+			}
+			b.WriteString(include(dir, path))
+		}
+		b.WriteString(w + " ")
+	}
+	return strings.TrimSuffix(b.String(), " ")
+}
+
+func include(dir, path string) string {
+	path = filepath.Join(dir, filepath.Clean("/"+path))
+	if strings.ContainsAny(path, " \t\r\n\v\f") {
+		return `-I "` + path + `" `
+	}
+	return "-I " + path + " "
+}
+
+// again returns the options of a build, given o, of a program that came as a binary, and the files
+// that it has. Its own options name their folders.
+func again(x *portable.Program, o string) (string, []portable.Header) {
+	dir := root(x.Headers)
+	switch {
+	case o == "":
+		return x.Options, x.Headers
+	case dir == "":
+		return o, nil
+	}
+	var b strings.Builder
+	for w, rest := word(x.Options); w != ""; w, rest = word(rest) {
+		if strings.HasPrefix(unquoted(w), dir) {
+			b.WriteString("-I " + w + " ")
+		}
+	}
+	return b.String() + o, x.Headers
+}
+
+func unquoted(s string) string { return strings.ReplaceAll(s, `"`, "") }
+
+// word cuts the first word off options; its quotes stay.
+func word(o string) (w, rest string) {
+	o = strings.TrimLeft(o, " \t\r\n\v\f")
+	quoted := false
+	for i := range len(o) {
+		switch {
+		case o[i] == '"':
+			quoted = !quoted
+		case !quoted && strings.IndexByte(" \t\r\n\v\f", o[i]) >= 0:
+			return o[:i], o[i:]
+		}
+	}
+	return o, ""
+}
+
+// lay writes the files of a program, and of those that it is made of, into the session's folder.
+func (s *session) lay(x *portable.Program) error {
+	for i := range x.Inputs {
+		if err := s.lay(&x.Inputs[i]); err != nil {
+			return err
+		}
+	}
+	for i := range x.Headers {
+		if err := s.lay(&x.Headers[i].Program); err != nil {
+			return err
+		}
+	}
+	dir := root(x.Headers)
+	if dir == "" {
+		return nil
+	}
+	if s.cfg.Dir == "" {
+		return errors.New("included files: the session has no folder")
+	}
+	for w, rest := word(x.Options); w != ""; w, rest = word(rest) { // also one that only leads to others, as a/../b does
+		if path := filepath.Clean(unquoted(w)); strings.HasPrefix(path, dir+"/") {
+			if err := os.MkdirAll(filepath.Join(s.cfg.Dir, path), 0o700); err != nil {
+				return fmt.Errorf("included files: %w", err)
+			}
+		}
+	}
+	for i := range x.Headers {
+		if isFile(x.Headers[i].Name) {
+			if err := layFile(filepath.Join(s.cfg.Dir, dir, x.Headers[i].Name), x.Headers[i].Program.Source); err != nil {
+				return fmt.Errorf("included files: %w", err)
+			}
+		}
+	}
+	return nil
+}
+
+// layFile writes a file unless it is there. The other executor of a swap may do the same.
+func layFile(path string, text []byte) error {
+	if _, err := os.Stat(path); err == nil {
+		return nil
+	}
+	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
+		return err
+	}
+	whole := path + "." + random.Hex(8)
+	if err := os.WriteFile(whole, text, 0o600); err != nil {
+		return err
+	}
+	return os.Rename(whole, path)
+}
+
+// laid is lay as a step of a request.
+func (s *session) laid(x *portable.Program) cl.Status {
+	if err := s.lay(x); err != nil {
+		s.log.Error("program not made", "err", err)
+		return cl.OutOfResources
+	}
+	return cl.Success
+}
+
+func (s *session) buildWithFiles(c call, m *wire.BuildWithFiles) (outcome, error) {
+	in, st := s.inclusion(m.Files, m.Paths)
+	if st != cl.Success {
+		return done(st), nil
+	}
+	return s.build(c, &wire.BuildProgram{Program: m.Program, Devices: m.Devices, Options: m.Options, Callback: m.Callback}, in)
+}
+
+func (s *session) compileWithFiles(c call, m *wire.CompileWithFiles) (outcome, error) {
+	in, st := s.inclusion(m.Files, m.Paths)
+	if st != cl.Success {
+		return done(st), nil
+	}
+	return s.compile(c, &wire.CompileProgram{
+		Program: m.Program, Devices: m.Devices, Options: m.Options, Headers: m.Headers, Names: m.Names, Callback: m.Callback,
+	}, in)
+}

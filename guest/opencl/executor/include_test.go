@@ -1,0 +1,96 @@
+package executor
+
+import (
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+)
+
+// in opens an executor whose session has that folder, where the process is from then on.
+func (c *client) in(generation uint32, dir string) *session {
+	c.t.Helper()
+	c.t.Chdir(dir)
+	s := c.executor(generation)
+	s.cfg.Dir = dir
+	return s
+}
+
+// What a program includes goes along when its session moves to where the application's files
+// are not: they have changed, or the executor is on another host.
+func TestIncludedFilesGoAlongInASwap(t *testing.T) {
+	c := newClient(t)
+	a := c.in(1, t.TempDir())
+	a.activate()
+	ctx, q, _ := c.setup(0)
+	files := []uint32{c.program(ctx, "#include \"../b.h\"\n"), c.program(ctx, "#define V 42\n")}
+	paths := []byte("//home/me/sub/a.h\x00//home/me/b.h\x00/home/me\x00")
+	const source = "kernel void f(global uint *a) { a[get_global_id(0)] = V; }"
+	p, object, linked := c.program(ctx, "#include <a.h>\n"+source), c.program(ctx, "#include \"b.h\"\n"+source), c.id()
+	c.call(&wire.BuildWithFiles{Program: p, Options: []byte("-Isub -DX"), Files: files, Paths: paths})
+	c.call(&wire.CompileWithFiles{Program: object, Files: files, Paths: paths})
+	c.call(&wire.LinkProgram{ID: linked, Context: ctx, Inputs: []uint32{object}})
+	for _, f := range files {
+		c.post(&wire.Release{ID: f})
+	}
+	s := c.in(2, t.TempDir())
+	c.swap(a, s)
+	for _, p := range []uint32{p, linked} {
+		if v := c.ran(ctx, q, p); v != 42 {
+			t.Errorf("program %d wrote %d", p, v)
+		}
+	}
+	if b := c.call(&wire.BuildInfo{Program: p, Device: 1, Param: cl.ProgramBuildOptions}); cl.CString(b) != "-Isub -DX" {
+		t.Errorf("options are %q", b)
+	}
+	inside(s, p, func(p *program) {
+		b := p.container(s.devices[0])
+		s.mu.Unlock()
+		defer s.mu.Lock()
+		other := newClient(t)
+		o := other.in(1, t.TempDir())
+		o.activate()
+		ctx, q, _ := other.setup(0)
+		p2 := other.id()
+		other.call(&wire.CreateProgramBinary{ID: p2, Context: ctx, Devices: []uint32{1}, Mode: wire.DataInline, Binary: b})
+		for _, options := range []string{"", "-Isub -DX"} {
+			other.call(&wire.BuildProgram{Program: p2, Options: []byte(options)})
+			if v := other.ran(ctx, q, p2); v != 42 {
+				t.Errorf("its binary, built with %q, wrote %d", options, v)
+			}
+		}
+	})
+}
+
+// An application chooses the paths of the files that it sends.
+func TestIncludedFilesStayInTheirFolder(t *testing.T) {
+	c := newClient(t)
+	parent := t.TempDir()
+	dir := filepath.Join(parent, "session")
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	s := c.in(1, dir)
+	s.activate()
+	ctx, _, _ := c.setup(0)
+	file := c.program(ctx, "stolen\n")
+	for _, path := range []string{"//../../../a", "//x/../../../../a", "//", "///a", "/a", "a", ""} {
+		slot := c.start(&wire.BuildWithFiles{Program: c.program(ctx, "kernel void f() {}"), Files: []uint32{file}, Paths: []byte(path + "\x00/\x00")})
+		if st, _ := c.answer(slot); st != cl.InvalidValue {
+			t.Errorf("%q: %v", path, st)
+		}
+	}
+	c.call(&wire.BuildWithFiles{
+		Program: c.program(ctx, "kernel void f() {}"), Options: []byte("-I ../../../../b -I /../../../../b"),
+		Files: []uint32{file}, Paths: []byte("//c\x00/../../..\x00"),
+	})
+	slot := c.start(&wire.BuildWithFiles{Program: c.program(ctx, "kernel void f() {}"), Files: []uint32{file}, Paths: []byte("//c\x00")})
+	if st, _ := c.answer(slot); st != cl.InvalidValue {
+		t.Errorf("without a working folder: %v", st)
+	}
+	if found, err := os.ReadDir(parent); err != nil || len(found) != 1 {
+		t.Errorf("beside the session's folder: %v, %v", found, err)
+	}
+}
