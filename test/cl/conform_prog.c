@@ -161,6 +161,7 @@ CASE(program_binary) {
     cl_program q;
     MK(q, clCreateProgramWithBinary(C, 1, &D, &n, &cb, &st, &E));
     T(st == CL_SUCCESS);
+    ERR(clCompileProgram(q, 1, &D, "", 0, NULL, NULL, NULL, NULL), CL_INVALID_OPERATION);
     OK(clBuildProgram(q, 1, &D, "", NULL, NULL));
     cl_kernel k;
     MK(k, clCreateKernel(q, "f", &E));

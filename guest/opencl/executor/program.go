@@ -397,7 +397,7 @@ func (s *session) compile(c call, m *wire.CompileProgram, in inclusion) (outcome
 	if st != cl.Success {
 		return done(st), nil
 	}
-	if len(p.content.Inputs) > 0 {
+	if p.loaded || len(p.content.Inputs) > 0 { // its container has a source, but to the application it is a binary
 		return done(cl.InvalidOperation), nil
 	}
 	if st := s.original(p); st != cl.Success {
