@@ -229,7 +229,7 @@ func varies(x *portable.Program) bool {
 // differ, the key contains the program's serial number, too. Only executables have a key.
 func (s *session) programKey(p *program, serial uint64) (programKey, bool) {
 	var k programKey
-	if s.cache.dir == "" || s.quirk.badBinaries || p.content.Kind != portable.Executable {
+	if s.cache.dir == "" || s.quirk.badBinaries || s.quirk.keeps || p.content.Kind != portable.Executable {
 		return k, false
 	}
 	content, err := p.content.Marshal()

@@ -303,11 +303,29 @@ func TestProgramBeingLinkedIsInProgress(t *testing.T) {
 	}
 }
 
-// cached opens an executor that keeps built programs.
+// cached opens an executor that keeps built programs, as it does for runtimes that keep none themselves.
 func (c *client) cached(generation uint32, dir, key string) *session {
 	s := c.executor(generation)
-	s.cache = newProgramCache(dir, []byte(key))
+	s.cache, s.quirk.keeps = newProgramCache(dir, []byte(key)), false
 	return s
+}
+
+// PoCL compiles all kernels of a program for any group size when it is asked for its
+// binaries, and meanwhile none that is launched: programs took three times as long.
+func TestPoCLIsNotAskedForTheBinariesOfEachProgram(t *testing.T) {
+	if os.Getenv("GPUCTL_TEST_CARDS") != "" {
+		t.Skip("PoCL's own")
+	}
+	c := newClient(t)
+	s := c.executor(1)
+	s.cache = newProgramCache(t.TempDir(), []byte("here"))
+	s.activate()
+	_, _, k := c.setup(0)
+	inside(s, k, func(k *kernel) {
+		if _, ok := s.programKey(k.prog, 1); ok || s.keeping {
+			t.Error("its program is being kept")
+		}
+	})
 }
 
 // settled waits until the executor has no more builds to keep.
@@ -466,7 +484,7 @@ func TestKeptProgramsRunAfterSwapsBetweenVendors(t *testing.T) {
 	c := newClient(t)
 	open := func(gen uint32, library string) *session {
 		s := c.executorOf(gen, library)
-		s.cache = newProgramCache(dir, []byte(library))
+		s.cache, s.quirk.keeps = newProgramCache(dir, []byte(library)), false
 		return s
 	}
 	libraries := []string{pocl(t), oclgrind}
