@@ -36,9 +36,10 @@ const (
 	// cachePatience.
 	cacheRest     = 300 * time.Millisecond
 	cachePatience = 5 * time.Second
-	// stillPatience is how long a program that can be kept only in an idle moment waits for
-	// one.
-	stillPatience = 30 * time.Second
+	// The same for runtimes whose binaries are dear. A program that does not last that long
+	// does not pay for them.
+	dearRest     = 10 * time.Second
+	dearPatience = time.Minute
 )
 
 // programCache keeps the builds of the session's programs on one device, so that an
@@ -67,6 +68,9 @@ type builtProgram struct {
 // errNoBinary is returned for a program if its runtime returns no binary for one of its
 // devices.
 var errNoBinary = errors.New("no binary for a device")
+
+// errDear is returned for a program whose binaries must not be asked for.
+var errDear = errors.New("a kernel has a fixed group size")
 
 // programKey identifies the result of a build.
 type programKey [sha256.Size]byte
@@ -229,7 +233,7 @@ func varies(x *portable.Program) bool {
 // differ, the key contains the program's serial number, too. Only executables have a key.
 func (s *session) programKey(p *program, serial uint64) (programKey, bool) {
 	var k programKey
-	if s.cache.dir == "" || s.quirk.badBinaries || s.quirk.keeps || p.content.Kind != portable.Executable {
+	if s.cache.dir == "" || s.quirk.badBinaries || p.content.Kind != portable.Executable {
 		return k, false
 	}
 	content, err := p.content.Marshal()
@@ -268,9 +272,6 @@ type unkept struct {
 	prog   *program
 	since  time.Time
 	done   chan struct{} // closed when the build is kept, or will not be kept
-	// unwanted is set when the program is to be built again. The new build waits for done,
-	// so this build need not be kept any more.
-	unwanted bool
 }
 
 // keep requests that the program's build is kept when there is time. The caller holds s.mu.
@@ -291,6 +292,9 @@ func (s *session) keep(p *program, serial uint64) {
 // keepNow keeps the build of a program that is being prepared. The session may leave this
 // executor soon.
 func (s *session) keepNow(p *program, serial uint64) {
+	if s.quirk.dearBinaries {
+		return // the swap does not wait for that
+	}
 	if k, ok := s.programKey(p, serial); ok {
 		if err := s.cache.keep(&unkept{key: k, vendor: p.vendor, desc: p.desc}); err != nil {
 			s.log.Debug("built program not kept", "program", p.id, "err", err)
@@ -309,24 +313,32 @@ func (s *session) keepAll() {
 			s.mu.Unlock()
 			return
 		}
-		wait := min(cacheRest-time.Since(s.built), cachePatience-time.Since(s.unkept[0].since))
+		rest, patience := cacheRest, cachePatience
+		if s.quirk.dearBinaries {
+			rest, patience = dearRest, dearPatience
+		}
+		wait := min(rest-time.Since(s.built), patience-time.Since(s.unkept[0].since))
 		if wait > 0 || s.frozen {
 			s.mu.Unlock()
-			time.Sleep(max(wait, cacheRest/10))
+			time.Sleep(min(max(wait, cacheRest/10), cacheRest))
 			continue
 		}
 		u := s.unkept[0]
 		s.unkept, s.storing = s.unkept[1:], u
 		s.mu.Unlock()
-		keep := s.cache.keep
-		if s.quirk.stillBinaries && fixedGroups(u.vendor) {
-			keep = s.keepStill
+		began := time.Now()
+		err := errDear
+		if !s.quirk.dearBinaries || !fixedGroups(u.vendor) {
+			err = s.cache.keep(u)
 		}
-		if err := keep(u); err != nil {
+		if err != nil {
 			s.log.Debug("built program not kept", "err", err)
 		}
 		cl.ReleaseProgram(u.vendor)
 		close(u.done)
+		if s.quirk.dearBinaries {
+			time.Sleep(time.Since(began)) // launches get their turn
+		}
 	}
 }
 
@@ -344,43 +356,6 @@ func fixedGroups(v cl.Program) bool {
 	})
 }
 
-// keepStill keeps a program's build in a moment in which no command runs, and lets no
-// command begin before that is done. If there is no such moment for a long time, it gives
-// up.
-func (s *session) keepStill(u *unkept) error {
-	<-u.desc.done // before s.mu is locked, so that others do not wait for it
-	for from := time.Now(); time.Since(from) < stillPatience; time.Sleep(cacheRest / 10) {
-		s.mu.Lock()
-		cs := s.contexts()
-		marks, launched := s.markers(cs), launches(cs)
-		s.mu.Unlock()
-		await(marks)
-		s.mu.Lock()
-		if u.unwanted {
-			s.mu.Unlock()
-			return ErrBusy
-		}
-		// The session is frozen or being frozen, or it has ended.
-		over := s.frozen || s.closed.Load() || s.gate.Load()
-		if !over && launches(s.contexts()) == launched {
-			defer s.mu.Unlock()
-			return s.cache.keep(u)
-		}
-		s.mu.Unlock()
-	}
-	return ErrBusy
-}
-
-// launches returns how many commands the queues have accepted. The caller holds s.mu.
-func launches(cs []*clContext) (n uint64) {
-	for _, c := range cs {
-		for _, q := range c.queues {
-			n += q.seq
-		}
-	}
-	return n
-}
-
 // unused returns channels that must be closed before the program is built again. A program
 // that has kernels cannot be built again, and what is kept must be the former build. The
 // caller holds s.mu.
@@ -390,7 +365,6 @@ func (s *session) unused(p *program) []chan struct{} {
 		over = append(over, p.desc.done)
 	}
 	if s.storing != nil && s.storing.prog == p {
-		s.storing.unwanted = true
 		over = append(over, s.storing.done)
 	}
 	s.unkept = slices.DeleteFunc(s.unkept, func(u *unkept) bool {

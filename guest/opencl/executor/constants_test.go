@@ -72,7 +72,7 @@ func TestKernelsKeepTheConstantsOfTheirBuild(t *testing.T) {
 			for gen := range uint32(2) {
 				to := c.executorOf(2+gen, library)
 				if name == "loaded" {
-					to.cache, to.quirk.keeps = newProgramCache(dir, []byte("key")), false
+					to.cache, to.quirk.dearBinaries = newProgramCache(dir, []byte("key")), false
 				}
 				c.swap(s, to)
 				s = to

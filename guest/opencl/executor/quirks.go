@@ -22,13 +22,10 @@ type quirk struct {
 	warns bool
 	// Its own binaries cannot be used.
 	badBinaries bool
-	// It keeps what it compiles in the session's home, where it finds it again. To ask it for a
-	// program's binaries is dear: it compiles every kernel once more then, for any group
-	// size, and no kernel that is launched meanwhile.
-	keeps bool
-	// Kernels of a program with a fixed group size must not run while the runtime is asked
-	// for the program's binaries.
-	stillBinaries bool
+	// It compiles every kernel once more, for any group size, when it is asked for a program's
+	// binaries, and compiles none that is launched meanwhile. A program with a fixed group size
+	// must not run then at all.
+	dearBinaries bool
 	// It compiles kernels to libraries in its cache, and ends the process if it can't load
 	// one. cache is the variable that names another folder than the home.
 	libraries bool
@@ -45,13 +42,13 @@ var quirks = [...]quirk{
 	// block each other for ever, also with different queues. Since PoCL 4 the device is called
 	// cpu-minimal, and a wait returns while another thread still runs the command: a blocking
 	// write of one thread came after the kernel that it was for.
-	{platform: "Portable Computing Language", device: "basic-", serial: true, sameCode: true, warns: true, keeps: true, stillBinaries: true, libraries: true, cache: "POCL_CACHE_DIR"},
-	{platform: "Portable Computing Language", device: "cpu-minimal-", serial: true, sameCode: true, warns: true, keeps: true, stillBinaries: true, libraries: true, cache: "POCL_CACHE_DIR"},
+	{platform: "Portable Computing Language", device: "basic-", serial: true, sameCode: true, warns: true, dearBinaries: true, libraries: true, cache: "POCL_CACHE_DIR"},
+	{platform: "Portable Computing Language", device: "cpu-minimal-", serial: true, sameCode: true, warns: true, dearBinaries: true, libraries: true, cache: "POCL_CACHE_DIR"},
 	// PoCL 3.1 adds metadata only; the compiled code is equal, byte for byte. When it is
 	// asked for a program's binaries, it compiles kernels with a fixed group size once
 	// more, for other offsets and grids. pocl_release_dlhandle_cache confuses that code,
 	// which nobody uses, with the code of a kernel that ends, and aborts.
-	{platform: "Portable Computing Language", sameCode: true, warns: true, keeps: true, stillBinaries: true, libraries: true, cache: "POCL_CACHE_DIR"},
+	{platform: "Portable Computing Language", sameCode: true, warns: true, dearBinaries: true, libraries: true, cache: "POCL_CACHE_DIR"},
 }
 
 func quirkOf(platform, device string) quirk {

@@ -499,6 +499,9 @@ func (s *session) restorePrograms(gs []gProgram, report progress) error {
 	}
 	for _, j := range jobs {
 		s.set(j.p.id, j.g.Serial, j.p)
+		if s.quirk.dearBinaries && j.p.desc != nil && !j.p.recalled {
+			s.keep(j.p, j.g.Serial)
+		}
 	}
 	return nil
 }
