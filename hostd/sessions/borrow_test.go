@@ -104,7 +104,9 @@ func newBorrower(t *testing.T) *borrower {
 	b := &borrower{fixture: f, t: t}
 	b.token = b.fixture.claim(&gpuctlv1.CreateClaimRequest{Expr: "id == 'big'"}).GetToken()
 	b.session = b.next()
+	b.host.mu.Lock()
 	b.c = b.host.claims[b.host.sessions[b.session].GetClaim()]
+	b.host.mu.Unlock()
 	return b
 }
 
