@@ -348,8 +348,8 @@ CASE(kernel_info) {
 }
 
 CASE(kernel_work_group_info) {
-    cl_program p = build("kernel __attribute__((reqd_work_group_size(8, 2, 1))) void r(global int *a) { local int l[64]; l[get_local_id(0)] = 1; "
-                         "barrier(CLK_LOCAL_MEM_FENCE); a[get_global_id(0)] = l[0]; }\nkernel void f(global int *a) { a[0] = 1; }");
+    cl_program p = build("kernel __attribute__((reqd_work_group_size(8, 2, 1))) void r(global int *a) { local int l[64]; l[get_local_id(0)] = a[get_global_id(0)]; "
+                         "barrier(CLK_LOCAL_MEM_FENCE); a[get_global_id(0)] = l[a[0] & 63]; }\nkernel void f(global int *a) { a[0] = 1; }");
     cl_kernel r, f;
     MK(r, clCreateKernel(p, "r", &E));
     MK(f, clCreateKernel(p, "f", &E));
