@@ -173,7 +173,8 @@ func (g *ComputeGuest) AgentLog(ctx context.Context) (string, error) {
 
 // KillAgent ends gpuguest with SIGKILL; it is started again a second later.
 func (g *ComputeGuest) KillAgent(ctx context.Context) error {
-	_, err := g.Run(ctx, "kill -9 $(cat /run/gpuguest.pid)")
+	// The guest answers before it has begun its gpuguest.
+	_, err := g.Run(ctx, "for i in $(seq 100); do [ -s /run/gpuguest.pid ] && break; sleep 0.3; done; kill -9 $(cat /run/gpuguest.pid)")
 	return err
 }
 
