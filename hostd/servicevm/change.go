@@ -236,10 +236,10 @@ func (sv *Service) awaitOffer(ctx context.Context, m vm.VM) error {
 			if g.VM.UUID != m.UUID {
 				continue
 			}
-			if g.Why == "" {
+			why = cmp.Or(g.Why, sv.Claims.NotServing(ctx, m.UUID))
+			if why == "" {
 				return nil
 			}
-			why = g.Why
 		}
 		if wait.For(ctx, betweenLooks) != nil {
 			return fmt.Errorf("VM %s has not lent a card within %v: %s", m.Name, sv.Offer, why)

@@ -30,6 +30,9 @@ type Claims interface {
 	EndUsers(ctx context.Context, server string, gpus []string, why string) error
 	// ServersChanged tells the cluster of a change of the GPUs of service VMs.
 	ServersChanged(ctx context.Context)
+	// NotServing looks at what computes in a service VM if that is not known, and returns why its
+	// GPUs are given to nobody yet; empty: they are.
+	NotServing(ctx context.Context, server string) string
 }
 
 // Config has what a Keeper depends on.

@@ -26,7 +26,8 @@ var gpuvm = vm.Info{VM: vm.VM{UUID: "u-gpuvm", Name: "gpuvm"}, State: "running"}
 
 // world is a host with VMs, their gpuguests, and who has parts of their GPUs.
 type world struct {
-	t *testing.T
+	unknown, looks int // how often it is not known what computes in a VM, and how often it was asked
+	t              *testing.T
 
 	mu    sync.Mutex
 	vms   []vm.Info
@@ -151,6 +152,16 @@ func (w *world) EndUsers(_ context.Context, _ string, gpus []string, _ string) e
 
 func (w *world) ServersChanged(context.Context) {}
 
+func (w *world) NotServing(context.Context, string) string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.looks++
+	if w.looks <= w.unknown {
+		return "what computes there is not known"
+	}
+	return ""
+}
+
 func (w *world) keeper(file string) *Service {
 	w.t.Helper()
 	r, err := NewRegistry(file, "h", w)
@@ -228,6 +239,16 @@ func TestAVMThatCannotServeIsRefused(t *testing.T) {
 		if k.Of(gpuvm.UUID) != nil {
 			t.Errorf("%s: it is declared", says)
 		}
+	}
+}
+
+// Who is told that a VM serves others attaches its card somewhere at once. That was refused for as long as hostd
+// had not looked at what computes in the VM.
+func TestAVMServesOnlyWhenItsCardsCanBeGiven(t *testing.T) {
+	w := newWorld(t)
+	w.unknown = 1
+	if _, _, err := serve(w.keeper(""), &gpuctlv1.ServeRequest{}); err != nil || w.looks != 2 {
+		t.Errorf("%v, after %d looks", err, w.looks)
 	}
 }
 

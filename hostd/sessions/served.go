@@ -184,6 +184,9 @@ func (h *Host) servedGPUs() (out []*clusterv1.GPU) {
 	return out
 }
 
+// notKnown is why a service VM gets no new leases.
+const notKnown = "what computes in its VM is not known yet"
+
 // notServing returns why a GPU of a service VM gets nothing new now; empty: it may. The caller
 // holds h.mu.
 func (h *Host) notServing(g servicevm.GPU) string {
@@ -191,7 +194,7 @@ func (h *Host) notServing(g servicevm.GPU) string {
 	case g.Why != "":
 		return g.Why
 	case !h.clean[g.VM.UUID]:
-		return "what computes in its VM is not known yet"
+		return notKnown
 	}
 	return ""
 }
@@ -372,6 +375,22 @@ func (h *Host) setClean(ctx context.Context, uuid string, clean bool) {
 	if was != clean {
 		h.ServersChanged(ctx)
 	}
+}
+
+// NotServing implements servicevm.Claims.
+func (h *Host) NotServing(ctx context.Context, server string) string {
+	clean := func() bool {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		return h.clean[server]
+	}
+	if !clean() {
+		h.checkServer(ctx, server)
+	}
+	if !clean() {
+		return notKnown
+	}
+	return ""
 }
 
 // GPUUsers implements servicevm.Claims.
