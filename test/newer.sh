@@ -1,7 +1,8 @@
 #!/bin/bash
 # newer.sh FOLDER CHAOSTIME MEMORY...: conformance, random programs and chaos through gpuctl with the OpenCL runtimes of Debian 13, in
 # a system of their own in FOLDER. FOLDER has the test programs. Runtimes change what they are called, how they wait
-# and what they forgive: PoCL computed wrong results after it had renamed a device.
+# and what they forgive: PoCL computed wrong results after it had renamed a device. In the
+# memory called mesa, one of the GPUs is of another runtime, which Debian 12 has only an early version of.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 mkdir -p "$1"
@@ -11,7 +12,7 @@ shift 2
 if [ ! -e "$folder/complete" ]; then
 	command -v debootstrap >/dev/null || apt-get install -y -q debootstrap >"$folder/install.log" 2>&1
 	rm -rf "$folder/system"
-	debootstrap --variant=minbase --include=pocl-opencl-icd,ocl-icd-libopencl1 trixie "$folder/system" >>"$folder/install.log" 2>&1 ||
+	debootstrap --variant=minbase --include=pocl-opencl-icd,mesa-opencl-icd,ocl-icd-libopencl1 trixie "$folder/system" >>"$folder/install.log" 2>&1 ||
 		{ tail -5 "$folder/install.log" >&2; exit 1; }
 	touch "$folder/complete"
 fi

@@ -257,6 +257,9 @@ func TestConform(t *testing.T) {
 		t.Fatal(err)
 	}
 	profiles := map[string]string{rig.Pthread: "pocl-pthread", rig.Basic: "pocl-basic"}
+	if memory == rig.Mesa {
+		profiles[rig.Pthread] = "rusticl"
+	}
 	if memory == rig.Cards {
 		profiles = map[string]string{rig.Pthread: "nvidia-1", rig.Basic: "nvidia-0"}
 	}

@@ -39,6 +39,7 @@ const (
 	Unified  Memory = "unified"  // the device computes in the host's memory
 	Discrete Memory = "discrete" // it has memory of its own, as cards have: test/cl/gpushim.c
 	Mixed    Memory = "mixed"    // Basic is discrete and Pthread unified
+	Mesa     Memory = "mesa"     // Pthread is Mesa's runtime, rusticl, on its software driver
 	Cards    Memory = "cards"    // Basic and Pthread are two cards that have a driver, Oclgrind is PoCL
 
 	MemoryVariable = "GPUCTL_TEST_MEMORY"
@@ -51,12 +52,19 @@ const (
 	CarrierVariable = "GPUCTL_TEST_CARRIER"
 )
 
+// Mesa's runtime offers no device that is not named in a variable.
+const (
+	mesaLibrary  = "libRusticlOpenCL.so.1"
+	mesaVariable = "RUSTICL_ENABLE"
+	mesaDriver   = "llvmpipe"
+)
+
 // TestMemory is the kind of memory that the environment asks for.
 func TestMemory() (Memory, error) {
 	switch m := Memory(os.Getenv(MemoryVariable)); m {
 	case "":
 		return Unified, nil
-	case Unified, Discrete, Mixed:
+	case Unified, Discrete, Mixed, Mesa:
 		return m, nil
 	case Cards:
 		if os.Getenv(CardsVariable) == "" {
@@ -64,7 +72,7 @@ func TestMemory() (Memory, error) {
 		}
 		return m, nil
 	default:
-		return "", fmt.Errorf("%s is %q, not %s, %s, %s or %s", MemoryVariable, m, Unified, Discrete, Mixed, Cards)
+		return "", fmt.Errorf("%s is %q, not %s, %s, %s, %s or %s", MemoryVariable, m, Unified, Discrete, Mixed, Mesa, Cards)
 	}
 }
 
@@ -106,6 +114,9 @@ func Config(root string, m Memory, more ...GPU) string {
 	if _, err := os.Stat(OclgrindLibrary); err != nil {
 		third = "" // not on every machine with cards
 	}
+	if m == Mesa {
+		pthread = fmt.Sprintf("library: %s\n    env: {%s: %s}\n    model: Mesa", mesaLibrary, mesaVariable, mesaDriver)
+	}
 	if m == Cards {
 		card := func(i int) string {
 			return fmt.Sprintf("library: %s\n    devices: [%d]\n    model: card %[2]d", os.Getenv(CardsVariable), i)
@@ -134,6 +145,7 @@ gpus:
 models:
   - {name: PoCL pthread 4 GiB, rank: 3}
   - {name: card 1, rank: 3}
+  - {name: Mesa, rank: 3}
   - {name: PoCL basic 1 GiB, rank: 2}
   - {name: card 0, rank: 2}
   - {name: Oclgrind 128 MiB, rank: 1}
@@ -149,6 +161,8 @@ func Native(dir, gpu string) ([]string, error) {
 		return nil, err
 	case m == Cards && gpu != Oclgrind:
 		return Vendor(filepath.Join(dir, "native-cards"), os.Getenv(CardsVariable), nil)
+	case m == Mesa && gpu == Pthread:
+		return Vendor(filepath.Join(dir, "native-mesa"), mesaLibrary, []string{mesaVariable + "=" + mesaDriver})
 	}
 	switch gpu {
 	case Basic:
