@@ -222,7 +222,14 @@ func (s *session) waitEvents(c call, m *wire.WaitEvents) (outcome, error) {
 	if failed { // the others are waited for all the same: the application may free what they use
 		st = cl.ExecStatusErrorForEventsInWaitList
 	}
-	if len(evs) == 0 {
+	if len(evs) == 0 { // the library waits for transfers to end, and some runtimes begin them only after a flush
+		for _, c := range s.contexts() {
+			for _, q := range c.queues {
+				if q.busy() {
+					cl.Flush(q.vendor)
+				}
+			}
+		}
 		s.settleAll()
 		return done(st), nil
 	}

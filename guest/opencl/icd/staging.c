@@ -657,6 +657,7 @@ cl_int gx_stage_wait(uint64_t len, uint64_t *off)
 		uint32_t before = atomic_load(&S.npending);
 		if (!before || len > S.arena_size - S.split || gx_now() - start > PATIENCE_NS || !gx_alive(&alive))
 			return CL_OUT_OF_HOST_MEMORY;
+		call_wait_events(&(struct gx_wait_events){0}, NULL); /* nobody may have flushed them */
 		gx_reap_slow(~0u);
 		if (atomic_load(&S.npending) == before) {
 			struct timespec t = {0, 500000};
