@@ -188,7 +188,7 @@ chaos: build
 		GPUCTL_TEST_MEMORY=$$m GPUCTL_CHAOS=$(CHAOSTIME) $(GO) test -count=1 -timeout 24h -run '^TestChaos' -v ./test/e2e; done
 
 # The same, conformance and random programs with the runtimes of the Debian release after this one, as root.
-chaos-newer: MEMORY = unified discrete mesa
+chaos-newer: MEMORY = unified discrete
 chaos-newer: build
 	@for t in e2e property; do CGO_ENABLED=0 $(GO) test -c -trimpath -o .cache/newer/$$t.test ./test/$$t || exit 1; done
 	test/newer.sh .cache/newer $(CHAOSTIME) $(MEMORY)
