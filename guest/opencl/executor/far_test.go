@@ -229,11 +229,16 @@ func TestMuchIsShownWhileRequestsFillTheRing(t *testing.T) {
 		batch = shm.AppendRecord(batch, shm.Record{Op: wire.OpFlush, Slot: wire.NoSlot, Body: make([]byte, 120)})
 	}
 	const batches = 2 * wire.RingSize / (15 << 10)
-	for range batches {
-		if err := peer.Send(t.Context(), link.Frame{Kind: remote.KindRecords, Body: batch}, nil); err != nil {
-			t.Fatal(err)
+	sent := make(chan error, 1)
+	go func() { // once the ring is full, sending may wait for the one who reads
+		for range batches {
+			if err := peer.Send(ctx, link.Frame{Kind: remote.KindRecords, Body: batch}, nil); err != nil {
+				sent <- err
+				return
+			}
 		}
-	}
+		sent <- nil
+	}()
 	testkit.Until(t, "a full ring", func() error {
 		waits := f.region.Load32(wire.HdrSpace)
 		return testkit.Want(waits == 1, waits)
@@ -263,6 +268,9 @@ func TestMuchIsShownWhileRequestsFillTheRing(t *testing.T) {
 			f.Advance()
 			n++
 		}
+	}
+	if err := <-sent; err != nil {
+		t.Fatal(err)
 	}
 	cancel()
 	<-served

@@ -196,9 +196,7 @@ func (s *session) ghost(id uint32, o any, users int) {
 	if users == 0 {
 		return
 	}
-	s.ghostID++
-	g := wire.MaxID + s.ghostID
-	s.ghosts[g] = o
+	g := s.ghostOf(o)
 	switch o := o.(type) {
 	case *mem:
 		o.ghost = g

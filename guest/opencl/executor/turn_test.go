@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"net"
 	"os"
-	"path/filepath"
 	"sync"
 	"testing"
 	"time"
@@ -395,21 +394,7 @@ func TestExecutorThatCouldNotAcceptTakesTurnsAndContentsLater(t *testing.T) {
 		"turns":    a.serveTurns,
 		"contents": func(l *net.UnixListener) { a.serveImports(l) },
 	} {
-		l, err := net.ListenUnix("unix", &net.UnixAddr{Name: filepath.Join(t.TempDir(), "s")})
-		if err != nil {
-			t.Fatal(err)
-		}
-		if err := l.SetDeadline(time.Unix(1, 0)); err != nil { // accept fails, as without descriptors
-			t.Fatal(err)
-		}
-		ended := make(chan struct{})
-		go func() { defer close(ended); serve(l) }()
-		select {
-		case <-ended:
-			t.Errorf("%s are not served any more", name)
-		case <-time.After(200 * time.Millisecond):
-		}
-		_ = l.SetDeadline(time.Time{})
+		l, end := testkit.OutlastsAccept(t, name, serve)
 		conn, err := net.DialUnix("unix", nil, l.Addr().(*net.UnixAddr))
 		if err != nil {
 			t.Fatal(err)
@@ -428,7 +413,6 @@ func TestExecutorThatCouldNotAcceptTakesTurnsAndContentsLater(t *testing.T) {
 			}
 			conn.Close()
 		}
-		l.Close()
-		<-ended
+		end()
 	}
 }
