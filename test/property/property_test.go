@@ -105,6 +105,8 @@ type runner struct {
 	ops    map[string]int
 	breaks bool // connections of contents break: an operation may fail without a fault of ours
 	cards  bool // the GPUs are cards
+
+	runtimes []string // a GPU of each runtime that is there
 }
 
 func start(t *testing.T) *runner {
@@ -123,8 +125,12 @@ func start(t *testing.T) *runner {
 		t.Fatal(err)
 	}
 	t.Cleanup(r.Close)
+	runtimes := []string{rig.Pthread}
+	if memory == rig.Mesa {
+		runtimes = append(runtimes, rig.Basic) // PoCL
+	}
 	return &runner{
-		Rig: r, ops: map[string]int{}, breaks: os.Getenv(rig.CarrierVariable) == "break", cards: memory == rig.Cards,
+		Rig: r, ops: map[string]int{}, breaks: os.Getenv(rig.CarrierVariable) == "break", cards: memory == rig.Cards, runtimes: runtimes,
 		client: gpuctlv1connect.NewHostServiceClient(unixrpc.Client(filepath.Join(dir, "hostd.sock")), "http://hostd"),
 	}
 }
@@ -369,11 +375,11 @@ func (r *runner) suspended(ctx context.Context, id string) (bool, error) {
 	return s.GetSuspendedTo() != "", err
 }
 
-// natively runs a script on the runtime itself.
-func (r *runner) natively(ctx context.Context, script string) (string, error) {
+// natively runs a script on a GPU's runtime itself.
+func (r *runner) natively(ctx context.Context, script, gpu string) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
-	env, err := rig.Native(r.Dir, rig.Pthread)
+	env, err := rig.Native(r.Dir, gpu)
 	if err != nil {
 		return "", err
 	}
@@ -455,15 +461,17 @@ func unexpected(out string) error {
 func (r *runner) check(ctx context.Context, script string) error {
 	want, err := r.run(ctx, script, false)
 	if wrong := errors.Join(err, unexpected(want)); wrong != nil {
-		if native, err := r.natively(ctx, script); err != nil || unexpected(native) != nil {
-			return fmt.Errorf("%w: %w, through gpuctl: %w", errVendor, errors.Join(err, unexpected(native)), wrong)
+		for _, gpu := range r.runtimes {
+			if native, err := r.natively(ctx, script, gpu); err != nil || unexpected(native) != nil {
+				return fmt.Errorf("%w: on %s: %w, through gpuctl: %w", errVendor, gpu, errors.Join(err, unexpected(native)), wrong)
+			}
 		}
 		return fmt.Errorf("undisturbed: %w\n%s", wrong, want)
 	}
 	// A card's driver takes the bytes of a small write when it is enqueued, also of one whose
 	// source a read before it is still to bring, and writes back a region whose map has failed.
 	if os.Getenv("GPUCTL_PROPERTY_NATIVE") != "" && !r.cards {
-		switch native, err := r.natively(ctx, script); {
+		switch native, err := r.natively(ctx, script, rig.Pthread); {
 		case err != nil || unexpected(native) != nil:
 			return fmt.Errorf("%w: natively: %w\n%s", errVendor, errors.Join(err, unexpected(native)), native)
 		case contents(native) != contents(want):

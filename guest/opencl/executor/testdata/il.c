@@ -40,18 +40,26 @@ static cl_int CL_API_CALL device_info(cl_device_id d, cl_device_info param, size
 	return CL_SUCCESS;
 }
 
+/* A new program may lie where an earlier one lay, which may be known to the runtime of an earlier test only. */
+static cl_program CL_API_CALL with_source(cl_context c, cl_uint n, const char **text, const size_t *lengths, cl_int *err)
+{
+	cl_program p = vendor.clCreateProgramWithSource(c, n, text, lengths, err);
+	pthread_mutex_lock(&lock);
+	int i = find(p);
+	if (p && i < PROGRAMS)
+		memset(&programs[i], 0, sizeof programs[i]);
+	pthread_mutex_unlock(&lock);
+	return p;
+}
+
 static cl_program CL_API_CALL with_il(cl_context c, const void *il, size_t n, cl_int *err)
 {
 	const char *text = il;
-	cl_program p = vendor.clCreateProgramWithSource(c, 1, &text, &n, err);
+	cl_program p = with_source(c, 1, &text, &n, err);
 	pthread_mutex_lock(&lock);
-	int i = find(p);
-	if (i == PROGRAMS)
-		i = find(NULL);
-	if (p && i < PROGRAMS) {
-		memset(&programs[i], 0, sizeof programs[i]);
+	int i = find(NULL);
+	if (p && i < PROGRAMS)
 		programs[i].p = p;
-	}
 	pthread_mutex_unlock(&lock);
 	return p;
 }
@@ -116,6 +124,7 @@ static cl_int CL_API_CALL platform_ids(cl_uint n, cl_platform_id *p, cl_uint *co
 	vendor = *table;
 	mprotect((void *)from, (uintptr_t)table + sizeof *table - from, PROT_READ | PROT_WRITE);
 	table->clGetDeviceInfo = device_info;
+	table->clCreateProgramWithSource = with_source;
 	table->clCreateProgramWithIL = with_il;
 	table->clSetProgramSpecializationConstant = constant;
 	table->clBuildProgram = build;
