@@ -25,13 +25,100 @@ func (s *session) leaveDevice(d *device) {
 		cl.ReleaseDevice(d.vendor)
 		return
 	}
+	s.renameDevice(d, s.ghostOf(d))
+}
+
+func (s *session) renameDevice(d *device, id uint32) {
 	old := d.id
-	d.id = s.ghostOf(d)
+	d.id = id
 	s.each(func(_ uint32, _ uint64, o any) {
 		if p, ok := o.(*program); ok && p.built[old] != nil && slices.Contains(p.devices, d) {
 			p.built[d.id] = p.built[old]
 			delete(p.built, old)
 		}
+	})
+}
+
+// follow gives contexts and sub-devices, of a target that has had an earlier graph, the ids that they have
+// in g: the application has released them since. What they still have would be in another
+// context than what is created now, and the commands of both would be refused.
+func (s *session) follow(g *graph) {
+	is := func(c *clContext, id uint32) {
+		if c.id != id && id > wire.MaxID && s.ghosts[id] == nil {
+			s.moveGhost(c.id, id, c)
+			c.id = id
+			if !slices.Contains(s.leaving, c) {
+				s.leaving = append(s.leaving, c)
+			}
+		}
+	}
+	for _, x := range g.Queues {
+		if q := lookup[queue](s, x.ID); q != nil && s.have(x.ID, x.Serial) {
+			is(q.ctx, x.Context)
+		}
+	}
+	for i := range g.Mems {
+		if m := lookup[mem](s, g.Mems[i].ID); m != nil && s.have(g.Mems[i].ID, g.Mems[i].Serial) {
+			is(m.ctx, g.Mems[i].Context)
+		}
+	}
+	for _, x := range g.Samplers {
+		if m := lookup[sampler](s, x.ID); m != nil && s.have(x.ID, x.Serial) {
+			is(m.ctx, x.Context)
+		}
+	}
+	for i := range g.Programs {
+		if p := lookup[program](s, g.Programs[i].ID); p != nil && s.have(g.Programs[i].ID, g.Programs[i].Serial) {
+			is(p.ctx, g.Programs[i].Context)
+		}
+	}
+	parents := g.parents()
+	for _, x := range g.Contexts {
+		c := lookup[clContext](s, x.ID)
+		if c == nil || !s.have(x.ID, x.Serial) || len(c.devices) != len(x.Devices) {
+			continue
+		}
+		for i, id := range x.Devices {
+			for d := c.devices[i]; d != nil && d.parent != nil; d, id = d.parent, parents[id] {
+				if d.id != id && id > wire.MaxID && s.ghosts[id] == nil {
+					s.moveGhost(d.id, id, d)
+					s.renameDevice(d, id)
+				}
+			}
+		}
+	}
+}
+
+// moveGhost makes an object a ghost with that id.
+func (s *session) moveGhost(from, id uint32, o any) {
+	if from > wire.MaxID {
+		delete(s.ghosts, from)
+	} else if s.objs[from] == o {
+		s.objs[from] = nil
+	}
+	s.ghosts[id] = o
+}
+
+// parents returns the sub-devices' parents by id.
+func (g *graph) parents() map[uint32]uint32 {
+	parents := map[uint32]uint32{}
+	for _, d := range g.Devices {
+		parents[d.ID] = d.Parent
+	}
+	return parents
+}
+
+// nested lists the sub-devices in an order in which they can be created. Their ids do not tell it: an application's
+// may be used again, and those that it has released have got theirs as they were released.
+func (g *graph) nested() []*gDevice {
+	const deepest = 64
+	parents := g.parents()
+	return sorted(g.Devices, func(d *gDevice) uint64 {
+		depth := uint64(0)
+		for id, ok := d.Parent, true; ok && depth < deepest; depth++ {
+			id, ok = parents[id]
+		}
+		return depth<<32 | uint64(d.ID)
 	})
 }
 

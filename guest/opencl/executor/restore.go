@@ -45,6 +45,7 @@ func (g *graph) markMapped() {
 func (s *session) restore(g *graph, report progress) error {
 	s.info, s.usage, s.ghostID, s.calls = g.Info, g.Usage, g.GhostID, g.Calls
 	g.markMapped()
+	s.follow(g)
 	s.dropStale(g)
 	// First reserve the memory that is in use, so that nothing new is placed there.
 	if err := s.host.begin(g.Part, g.Held); err != nil {
@@ -61,7 +62,7 @@ func (s *session) restore(g *graph, report progress) error {
 		s.host.sweep(s.host.own)
 		s.swept = true
 	}
-	for _, d := range sorted(g.Devices, func(d *gDevice) uint32 { return d.ID }) {
+	for _, d := range g.nested() {
 		if err := s.restoreDevice(d); err != nil {
 			return err
 		}
