@@ -367,13 +367,18 @@ func (s *session) unused(p *program) []chan struct{} {
 	if s.storing != nil && s.storing.prog == p {
 		over = append(over, s.storing.done)
 	}
+	s.keepNot(p)
+	return over
+}
+
+// keepNot drops the program's builds that are still to be kept.
+func (s *session) keepNot(p *program) {
 	s.unkept = slices.DeleteFunc(s.unkept, func(u *unkept) bool {
 		if u.prog == p {
 			cl.ReleaseProgram(u.vendor)
 		}
 		return u.prog == p
 	})
-	return over
 }
 
 func (c *programCache) keep(u *unkept) error {

@@ -345,6 +345,27 @@ func TestPoCLIsNotAskedForBinariesWhileAProgramBegins(t *testing.T) {
 	}
 }
 
+// A program that builds one kernel after the other, and releases each, did so faster than PoCL was asked for
+// their binaries. They stayed in memory all the while, for the binaries of programs that nobody has any more.
+func TestReleasedProgramsDoNotWaitToBeKept(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.cache, s.quirk.dearBinaries = newProgramCache(t.TempDir(), []byte("here")), true
+	s.activate()
+	ctx, _, _ := c.setup(0)
+	for range 5 {
+		p := c.program(ctx, "kernel void f(global uint *a) { a[get_global_id(0)]++; }")
+		c.call(&wire.BuildProgram{Program: p})
+		c.post(&wire.Release{ID: p})
+	}
+	c.call(&wire.DeviceTimer{Device: 1}) // all earlier requests have run when it returns
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.unkept) != 1 {
+		t.Errorf("%d programs wait, not the one that the application has", len(s.unkept))
+	}
+}
+
 // settled waits until the executor has no more builds to keep.
 func settled(t *testing.T, s *session) {
 	t.Helper()
