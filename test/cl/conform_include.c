@@ -86,6 +86,65 @@ CASE(included_files) {
     end();
 }
 
+/* An include is written in many ways, and leads through links and folders that nobody may read any more. */
+CASE(included_files_written_otherwise) {
+    begin();
+    NEED(!mkdir("inc", 0700) && !symlink("sub/deep", "link"));
+    put("sub/next.h", "#include_next <next.h>\n");
+    put("inc/next.h", "#define V 43");
+    put("sub/bom.h", "\xef\xbb\xbf#include \"up.h\"\n");
+    put("sub/below.h", "#define V 44\n");
+    put("sub/deep/link.h", "#include \"../below.h\"\n");
+    put("below.h", "#define V 45\n");
+    struct { const char *includes, *options; int v; } all[] = {
+        {"#include <next.h>", "-Isub -Iinc", 43},
+        {"#include \"sub/bom.h\"", "", 42},
+        {"/* first */ # /* second */ include /* third */ \"here.h\"", "", 41},
+        {"#include \\\n\"here.h\"", "", 41},
+        {"#import \"here.h\"", "", 41},
+        {"#if __has_include(\"here.h\")\n#define V 46\n#else\n#define V 47\n#endif", "", 46},
+        {"#include <link.h>", "-Ilink", 44},
+        {"#include \"link/link.h\"", "", 44},
+    };
+    for (unsigned i = 0; i < sizeof all / sizeof *all; i++) {
+        cl_program p = from(all[i].includes);
+        cl_int err = clBuildProgram(p, 0, NULL, all[i].options, NULL, NULL);
+        int v = err ? 0 : value(p);
+        if (err || v != all[i].v)
+            tfail(__FILE__, __LINE__, "%s with \"%s\" gives %d, is %d, not %d", all[i].includes, all[i].options, err, v, all[i].v);
+        OK(clReleaseProgram(p));
+    }
+    const char *name = "name.h", *text = "#include <up.h>\n";
+    cl_program h = clCreateProgramWithSource(C, 1, &text, NULL, &E), p = from("#include \"name.h\"");
+    OK(E);
+    OK(clCompileProgram(p, 0, NULL, "-Isub", 1, &h, &name, NULL, NULL));
+    cl_program x = clLinkProgram(C, 0, NULL, NULL, 1, &p, NULL, NULL, &E);
+    OK(E);
+    T(value(x) == 42);
+    OK(clReleaseProgram(x));
+    OK(clReleaseProgram(p));
+    OK(clReleaseProgram(h));
+
+    NEED(!chdir("sub/deep"));
+    p = from("#include \"../../below.h\""); /* nothing of it is below the working folder */
+    OK(clBuildProgram(p, 0, NULL, "", NULL, NULL));
+    T(value(p) == 45);
+    OK(clReleaseProgram(p));
+    NEED(!chmod("..", 0));
+    p = from("#include \"here.h\"\n#define V W");
+    FILE *f = fopen("here.h", "w");
+    NEED(f && fputs("#define W 48\n", f) >= 0 && !fclose(f));
+    OK(clBuildProgram(p, 0, NULL, "-I.", NULL, NULL));
+    T(value(p) == 48);
+    OK(clReleaseProgram(p));
+    NEED(!remove("here.h") && !chmod("..", 0700));
+    NEED(!chdir(dir));
+    static const char *const names[] = {"inc/next.h", "inc", "link", "sub/next.h", "sub/bom.h", "sub/below.h", "sub/deep/link.h", "below.h"};
+    for (unsigned i = 0; i < sizeof names / sizeof *names; i++)
+        remove(names[i]);
+    end();
+}
+
 /* What a program had included when it was built is in its binary. A later build sees the files as they are then. */
 CASE(included_files_change) {
     begin();

@@ -88,14 +88,8 @@ func (in *inclusion) options(o string) string {
 	if dir == "" {
 		return o
 	}
-	here := strings.TrimSuffix(in.cwd, "/") + "/"
 	var b strings.Builder
-	for i := range in.files {
-		if strings.HasPrefix(in.files[i].Name, "/"+here) { // a runtime looks in the working folder, too
-			b.WriteString(include(dir, in.cwd))
-			break
-		}
-	}
+	b.WriteString(include(dir, in.cwd)) // a runtime looks in the working folder, too
 	for w, rest := word(o); w != ""; w, rest = word(rest) {
 		if path, ok := strings.CutPrefix(unquoted(w), "-I"); ok {
 			if path == "" {

@@ -393,7 +393,7 @@ void gx_program_destroy(struct obj *o);
 
 /* gx_files are files that a program includes: include.c. n is 0 if there are none. */
 struct gx_files { uint32_t n, nnames; cl_program *programs; uint32_t *ids; char *names; };
-cl_int gx_files_find(cl_program p, const char *options, struct gx_files *f);
+cl_int gx_files_find(cl_program p, const char *options, cl_uint nheaders, const cl_program *headers, struct gx_files *f);
 void gx_files_drop(struct gx_files *f);
 void gx_kernel_destroy(struct obj *o);
 void gx_event_destroy(struct obj *o);

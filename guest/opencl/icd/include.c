@@ -10,10 +10,13 @@
 /* The paths have to fit into one request. */
 enum { MOST_FILES = 512, MOST_BYTES = 16 << 20, MOST_PATH = 4096, MOST_PATHS = GX_MAX_REQUEST / 2 };
 
-struct file { char *path, *text; size_t len; };
+/* place is a folder or a file: as the application finds it, which may lead through links or through folders that it
+ * may not read, and absolute, which is where it lies for the executor. */
+struct place { char *real, *path; };
+struct file { struct place at; char *text; size_t len; };
 
 struct search {
-	char *dirs[256]; /* of -I, absolute */
+	struct place dirs[257]; /* the working folder, and those of -I */
 	uint32_t ndirs, nfiles;
 	size_t bytes, paths;
 	char cwd[MOST_PATH];
@@ -75,76 +78,141 @@ static bool word(const char **at, char *out)
 	return true;
 }
 
+static void drop_place(struct place *p)
+{
+	free(p->real);
+	free(p->path);
+}
+
+/* at finds the place with that name in a folder. */
+static bool at(struct place *p, const struct place *dir, const char *name, size_t n)
+{
+	size_t d = n && name[0] == '/' ? 0 : strlen(dir->real);
+	p->path = absolute(dir->path, name, n);
+	p->real = malloc(d + n + 2);
+	if (p->path && p->real && d + n + 2 <= MOST_PATH) {
+		memcpy(p->real, dir->real, d);
+		if (d)
+			p->real[d++] = '/';
+		memcpy(p->real + d, name, n);
+		p->real[d + n] = 0;
+		return true;
+	}
+	drop_place(p);
+	return false;
+}
+
 static void find_dirs(struct search *s, const char *options)
 {
 	char w[MOST_PATH + 2];
+	struct place cwd = {".", s->cwd};
+	s->ndirs = at(&s->dirs[0], &cwd, "", 0);
 	while (options && word(&options, w)) {
 		if (strncmp(w, "-I", 2))
 			continue;
 		if (!w[2] && !word(&options, w + 2))
 			return;
-		if (s->ndirs < COUNT(s->dirs) && (s->dirs[s->ndirs] = absolute(s->cwd, w + 2, strlen(w + 2))))
+		if (s->ndirs < COUNT(s->dirs) && at(&s->dirs[s->ndirs], &cwd, w + 2, strlen(w + 2)))
 			s->ndirs++;
 	}
 }
 
-/* have reports whether there is such a file, and reads it if it is new. */
-static bool have(struct search *s, const char *dir, const char *name, size_t n)
+/* look reads a file if there is one that is new. It returns false if there is one for which there is no room. */
+static bool look(struct search *s, const struct place *dir, const char *name, size_t n)
 {
-	char *path = absolute(dir, name, n);
-	if (!path)
-		return false;
+	struct place p;
+	if (!at(&p, dir, name, n))
+		return true;
 	for (uint32_t i = 0; i < s->nfiles; i++)
-		if (!strcmp(s->files[i].path, path)) {
-			free(path);
+		if (!strcmp(s->files[i].at.path, p.path)) {
+			drop_place(&p);
 			return true;
 		}
 	struct stat st;
-	int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+	int fd = open(p.real, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+	bool is = fd >= 0 && !fstat(fd, &st) && S_ISREG(st.st_mode);
 	char *text = NULL;
 	size_t len = 0;
-	if (fd >= 0 && !fstat(fd, &st) && S_ISREG(st.st_mode) && s->nfiles < MOST_FILES && s->paths + strlen(path) + 2 < MOST_PATHS &&
-		(uint64_t)st.st_size < MOST_BYTES - s->bytes && (text = malloc((size_t)st.st_size + 1))) {
+	if (is && s->nfiles < MOST_FILES && s->paths + strlen(p.path) + 2 < MOST_PATHS && (uint64_t)st.st_size < MOST_BYTES - s->bytes &&
+		(text = malloc((size_t)st.st_size + 1))) {
 		for (ssize_t got = 1; got > 0 && len < (size_t)st.st_size; len += got > 0 ? (size_t)got : 0)
 			got = read(fd, text + len, (size_t)st.st_size - len);
 		text[len++] = '\n'; /* no program is empty */
-		s->files[s->nfiles++] = (struct file){path, text, len};
+		s->files[s->nfiles++] = (struct file){p, text, len};
 		s->bytes += len;
-		s->paths += strlen(path) + 2;
-	}
+		s->paths += strlen(p.path) + 2;
+	} else
+		drop_place(&p);
 	if (fd >= 0)
 		close(fd);
-	if (!text)
-		free(path);
-	return text;
+	return !is || text;
 }
 
-/* scan looks for what a text includes. What is in a comment, or left out by #if, does no harm. dir is that of the
- * text's own file. */
-static void scan(struct search *s, const char *text, size_t len, const char *dir)
+/* find looks for what a directive names, with its quotes, wherever a compiler may: which of them it takes depends on the
+ * compiler and on the directive. dir is that of the text's own file, NULL if it has none. */
+static void find(struct search *s, const char *p, const char *end, const struct place *dir)
 {
-	const char *end = text + len;
-	for (const char *p = text; p < end; p++) {
-		while (p < end && blank(*p))
+	char close = p < end && *p == '"' ? '"' : p < end && *p == '<' ? '>' : 0;
+	const char *name = p + 1, *stop = close ? name : end;
+	while (stop < end && *stop != close && *stop != '\n')
+		stop++;
+	size_t n = (size_t)(stop - name);
+	if (stop >= end || *stop != close || !n || n >= MOST_PATH || *name == '/')
+		return;
+	bool room = close == '>' || !dir || look(s, dir, name, n);
+	for (uint32_t i = 0; room && i < s->ndirs; i++) /* a file further on would be taken for one that did not go along */
+		room = look(s, &s->dirs[i], name, n);
+}
+
+/* skip leaves out blanks, comments and the ends of lines that go on, and with lines all ends of lines. */
+static const char *skip(const char *p, const char *end, bool lines)
+{
+	while (p < end) {
+		size_t left = (size_t)(end - p);
+		if (blank(*p) && (lines || *p != '\n'))
 			p++;
+		else if (left > 1 && !memcmp(p, "\\\n", 2))
+			p += 2;
+		else if (left > 2 && !memcmp(p, "\\\r\n", 3))
+			p += 3;
+		else if (left > 1 && !memcmp(p, "/*", 2)) {
+			const char *stop = memmem(p + 2, left - 2, "*/", 2);
+			p = stop ? stop + 2 : end;
+		} else
+			break;
+	}
+	return p;
+}
+
+/* scan looks for what a text includes. What is in a comment, or left out by #if, does no harm. dir is as in find. */
+static void scan(struct search *s, const char *text, size_t len, const struct place *dir)
+{
+	static const char *const words[] = {"include_next", "include", "import"};
+	const char *end = text + len, *p = text;
+	if (len > 3 && !memcmp(p, "\xef\xbb\xbf", 3)) /* as editors put it */
+		p += 3;
+	for (; p < end; p++) {
+		p = skip(p, end, true);
 		if (p < end && *p == '#') {
-			for (p++; p < end && (*p == ' ' || *p == '\t'); p++)
-				;
-			if ((size_t)(end - p) > 7 && !memcmp(p, "include", 7)) {
-				for (p += 7; p < end && (*p == ' ' || *p == '\t'); p++)
-					;
-				char close = p < end && *p == '"' ? '"' : p < end && *p == '<' ? '>' : 0;
-				const char *name = p + 1, *stop = close ? name : end;
-				while (stop < end && *stop != close && *stop != '\n')
-					stop++;
-				size_t n = (size_t)(stop - name);
-				if (stop < end && *stop == close && n && n < MOST_PATH && *name != '/' && !(close == '"' && have(s, dir, name, n)))
-					for (uint32_t i = 0; i < s->ndirs && !have(s, s->dirs[i], name, n); i++)
-						;
+			p = skip(p + 1, end, false);
+			for (unsigned i = 0; i < COUNT(words); i++) {
+				size_t n = strlen(words[i]);
+				if ((size_t)(end - p) > n && !memcmp(p, words[i], n)) {
+					p = skip(p + n, end, false);
+					find(s, p, end, dir);
+					break;
+				}
 			}
 		}
 		while (p < end && *p != '\n')
 			p++;
+	}
+	static const char has[] = "__has_include"; /* and __has_include_next */
+	for (p = text; (p = memmem(p, (size_t)(end - p), has, sizeof has - 1));) {
+		while (p < end && *p != '(' && *p != '\n')
+			p++;
+		if (p < end && *p == '(')
+			find(s, skip(p + 1, end, false), end, dir);
 	}
 }
 
@@ -165,17 +233,22 @@ static cl_int send_files(cl_program p, const struct search *s, struct gx_files *
 		f->n = i + 1;
 		f->ids[i] = f->programs[i]->o.id;
 		*at++ = '/'; /* two slashes: no header of clCompileProgram */
-		at = stpcpy(at, s->files[i].path) + 1;
+		at = stpcpy(at, s->files[i].at.path) + 1;
 	}
 	strcpy(at, s->cwd);
 	f->nnames = (uint32_t)bytes;
 	return CL_SUCCESS;
 }
 
-cl_int gx_files_find(cl_program p, const char *options, struct gx_files *f)
+cl_int gx_files_find(cl_program p, const char *options, cl_uint nheaders, const cl_program *headers, struct gx_files *f)
 {
 	*f = (struct gx_files){0};
-	if (!p->source || !memmem(p->source, p->nsource, "include", 7))
+	bool any = false;
+	for (cl_uint i = 0; i <= nheaders; i++) {
+		cl_program x = i ? headers[i - 1] : p;
+		any |= x->source && (memmem(x->source, x->nsource, "include", 7) || memmem(x->source, x->nsource, "import", 6));
+	}
+	if (!p->source || !any)
 		return CL_SUCCESS;
 	struct search *s = calloc(1, sizeof *s);
 	if (!s)
@@ -183,23 +256,27 @@ cl_int gx_files_find(cl_program p, const char *options, struct gx_files *f)
 	if (!getcwd(s->cwd, sizeof s->cwd) || *s->cwd != '/')
 		strcpy(s->cwd, "/");
 	find_dirs(s, options);
-	scan(s, p->source, p->nsource - 1, s->cwd);
+	scan(s, p->source, p->nsource - 1, NULL);
+	for (cl_uint i = 0; i < nheaders; i++)
+		if (headers[i]->source)
+			scan(s, headers[i]->source, headers[i]->nsource - 1, NULL);
 	for (uint32_t i = 0; i < s->nfiles; i++) { /* it grows */
-		char *slash = strrchr(s->files[i].path, '/');
-		char *dir = absolute("", s->files[i].path, (size_t)(slash - s->files[i].path));
-		if (dir)
-			scan(s, s->files[i].text, s->files[i].len, dir);
-		free(dir);
+		struct place at = s->files[i].at, dir;
+		dir.real = strndup(at.real, (size_t)(strrchr(at.real, '/') - at.real));
+		dir.path = strndup(at.path, (size_t)(strrchr(at.path, '/') - at.path));
+		if (dir.real && dir.path)
+			scan(s, s->files[i].text, s->files[i].len, &dir);
+		drop_place(&dir);
 	}
 	cl_int err = s->nfiles ? send_files(p, s, f) : CL_SUCCESS;
 	if (err)
 		gx_files_drop(f);
 	for (uint32_t i = 0; i < s->nfiles; i++) {
-		free(s->files[i].path);
+		drop_place(&s->files[i].at);
 		free(s->files[i].text);
 	}
 	for (uint32_t i = 0; i < s->ndirs; i++)
-		free(s->dirs[i]);
+		drop_place(&s->dirs[i]);
 	free(s);
 	return err;
 }

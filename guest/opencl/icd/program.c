@@ -260,7 +260,7 @@ CL_API_ENTRY cl_int CL_API_CALL clBuildProgram(cl_program p, cl_uint n, const cl
 	if (atomic_load(&p->kernels))
 		return CL_INVALID_OPERATION;
 	struct gx_files f;
-	TRY(gx_files_find(p, options, &f));
+	TRY(gx_files_find(p, options, 0, NULL, &f));
 	cl_int err = CL_SUCCESS;
 	uint32_t nopt = options ? (uint32_t)strlen(options) : 0;
 	if (fn && !(token = gx_cb_add(CBK_BUILD, p, (void *)fn, user, 0)))
@@ -305,7 +305,7 @@ CL_API_ENTRY cl_int CL_API_CALL clCompileProgram(cl_program p, cl_uint n, const 
 		at = stpcpy(at, names[i]) + 1;
 	}
 	struct gx_files f;
-	cl_int err = gx_files_find(p, options, &f);
+	cl_int err = gx_files_find(p, options, nheaders, headers, &f);
 	uint32_t nopt = options ? (uint32_t)strlen(options) : 0;
 	if (!err && fn && !(token = gx_cb_add(CBK_BUILD, p, (void *)fn, user, 0)))
 		err = CL_OUT_OF_HOST_MEMORY;
