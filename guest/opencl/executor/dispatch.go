@@ -264,7 +264,7 @@ func (s *session) dropProgram(p *program) {
 		return
 	}
 	delete(s.ghosts, p.ghost)
-	s.keepNot(p) // no executor needs it
+	s.keepNot(p)       // no executor needs it
 	if p.vendor != 0 { // a program that is being linked has none yet
 		cl.ReleaseProgram(p.vendor)
 	}

@@ -6,14 +6,17 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
+	"sync"
+	"time"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 	"github.com/gpuctl/gpuctl/guest/opencl/portable"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
-	"github.com/gpuctl/gpuctl/internal/random"
 )
 
 // Files that a program includes are the application's, and the executor can't read them
@@ -25,6 +28,10 @@ import (
 const (
 	fileMark   = "//"
 	includeDir = "include"
+	// maxIncluded is how many bytes of files stay, which are in memory. Those that were needed within includedRest
+	// stay in any case: something may be built with them, by the other executor of a swap, too.
+	maxIncluded  = 64 << 20
+	includedRest = time.Minute
 )
 
 // inclusion is what a build includes of the application's files.
@@ -170,6 +177,9 @@ func (s *session) lay(x *portable.Program) error {
 	if s.cfg.Dir == "" {
 		return errors.New("included files: the session has no folder")
 	}
+	at := filepath.Join(s.cfg.Dir, dir)
+	now := time.Now()
+	fresh := os.Chtimes(at, now, now) != nil
 	for w, rest := word(x.Options); w != ""; w, rest = word(rest) { // also one that only leads to others, as a/../b does
 		if path := filepath.Clean(unquoted(w)); strings.HasPrefix(path, dir+"/") {
 			if err := os.MkdirAll(filepath.Join(s.cfg.Dir, path), 0o700); err != nil {
@@ -179,10 +189,13 @@ func (s *session) lay(x *portable.Program) error {
 	}
 	for i := range x.Headers {
 		if isFile(x.Headers[i].Name) {
-			if err := layFile(filepath.Join(s.cfg.Dir, dir, x.Headers[i].Name), x.Headers[i].Program.Source); err != nil {
+			if err := layFile(filepath.Join(at, x.Headers[i].Name), x.Headers[i].Program.Source); err != nil {
 				return fmt.Errorf("included files: %w", err)
 			}
 		}
+	}
+	if fresh {
+		s.included.trim(filepath.Join(s.cfg.Dir, includeDir))
 	}
 	return nil
 }
@@ -195,11 +208,74 @@ func layFile(path string, text []byte) error {
 	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
 		return err
 	}
-	whole := path + "." + random.Hex(8)
-	if err := os.WriteFile(whole, text, 0o600); err != nil {
+	f, err := os.CreateTemp(filepath.Dir(path), "new-*")
+	if err != nil {
 		return err
 	}
-	return os.Rename(whole, path)
+	_, err = f.Write(text)
+	err = errors.Join(err, f.Close())
+	if err == nil {
+		err = os.Rename(f.Name(), path)
+	}
+	if err != nil {
+		_ = os.Remove(f.Name())
+	}
+	return err
+}
+
+// included is what lies in the folder of included files.
+type included struct {
+	mu    sync.Mutex
+	sizes map[string]int64 // of the files of a program, by the name of their folder
+}
+
+// trim removes files that no build needs any more, the oldest first, until there are not too many.
+func (c *included) trim(dir string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.sizes == nil {
+		c.sizes = map[string]int64{}
+	}
+	es, err := os.ReadDir(dir)
+	if err != nil {
+		return
+	}
+	total, when, names := int64(0), map[string]time.Time{}, []string(nil)
+	for _, e := range es {
+		name := e.Name()
+		fi, err := e.Info()
+		if err != nil {
+			continue // the other executor of a swap has removed it
+		}
+		if _, ok := c.sizes[name]; !ok {
+			c.sizes[name] = sizeOf(filepath.Join(dir, name))
+		}
+		total += c.sizes[name]
+		when[name], names = fi.ModTime(), append(names, name)
+	}
+	slices.SortFunc(names, func(a, b string) int { return when[a].Compare(when[b]) })
+	for _, name := range names {
+		if total <= maxIncluded || time.Since(when[name]) < includedRest {
+			return
+		}
+		_ = os.RemoveAll(filepath.Join(dir, name))
+		total -= c.sizes[name]
+		delete(c.sizes, name)
+	}
+}
+
+// sizeOf returns how much memory a folder takes.
+func sizeOf(dir string) (n int64) {
+	_ = filepath.WalkDir(dir, func(_ string, e fs.DirEntry, err error) error {
+		n += 4096
+		if err == nil {
+			if fi, err := e.Info(); err == nil && fi.Mode().IsRegular() {
+				n += fi.Size()
+			}
+		}
+		return nil
+	})
+	return n
 }
 
 // laid is lay as a step of a request.

@@ -1,11 +1,15 @@
 package executor
 
 import (
+	"bytes"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
+	"time"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/portable"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
@@ -62,6 +66,60 @@ func TestIncludedFilesGoAlongInASwap(t *testing.T) {
 			}
 		}
 	})
+}
+
+// A program that writes a header anew and builds, again and again, filled the memory of the VM: the session's folder is
+// there, and all files stayed.
+func TestIncludedFilesOfEarlierBuildsAreRemoved(t *testing.T) {
+	dir := t.TempDir()
+	s := &session{cfg: Config{Dir: dir}}
+	const builds = 12
+	var first string
+	for i := range builds {
+		text := bytes.Repeat([]byte{'\n'}, maxIncluded/8)
+		text[0] += byte(i)
+		x := portable.Program{Headers: []portable.Header{{Name: "//home/me/a.h", Program: portable.Program{Source: text}}}}
+		if err := s.lay(&x); err != nil {
+			t.Fatal(err)
+		}
+		at := filepath.Join(dir, root(x.Headers))
+		if _, err := os.Stat(filepath.Join(at, "home/me/a.h")); err != nil {
+			t.Fatal(err)
+		}
+		if i == 0 {
+			first = at
+		}
+		past := time.Now().Add(-time.Hour + time.Duration(i)*time.Minute)
+		if at != first { // that one is still needed
+			if err := os.Chtimes(at, past, past); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	left, err := os.ReadDir(filepath.Join(dir, includeDir))
+	if err != nil || len(left) != 7 { // folders count, too
+		t.Errorf("the files of %d of %d builds are there: %v", len(left), builds, err)
+	}
+	if _, err := os.Stat(first); err != nil {
+		t.Error(err)
+	}
+}
+
+// The name of a file may be as long as a name can be, and what could not be written leaves nothing.
+func TestIncludedFileWithALongName(t *testing.T) {
+	dir := t.TempDir()
+	if err := layFile(filepath.Join(dir, strings.Repeat("a", 255)), []byte("text")); err != nil {
+		t.Error(err)
+	}
+	if err := os.Mkdir(filepath.Join(dir, "sub"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := layFile(filepath.Join(dir, "sub", strings.Repeat("a", 256)), []byte("text")); err == nil {
+		t.Error("a name that is too long")
+	}
+	if left, err := os.ReadDir(filepath.Join(dir, "sub")); err != nil || len(left) != 0 {
+		t.Error(left, err)
+	}
 }
 
 // An application chooses the paths of the files that it sends.

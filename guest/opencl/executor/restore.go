@@ -467,9 +467,6 @@ func (s *session) restorePrograms(gs []gProgram, report progress) error {
 		if c == nil || !ok {
 			return fmt.Errorf("program %d: context or device missing: %w", g.ID, ErrRefused)
 		}
-		if err := s.lay(&g.Content); err != nil {
-			return fmt.Errorf("program %d: %w", g.ID, err)
-		}
 		jobs = append(jobs, job{g, &program{id: g.ID, ctx: c, content: g.Content, spec: next, devices: ds, built: map[uint32]*build{}, loaded: g.Loaded, told: g.Told}})
 	}
 	var (
@@ -530,6 +527,9 @@ func (s *session) remake(p *program, g *gProgram) error {
 }
 
 func (s *session) rebuild(p *program, g *gProgram, ok, failed bool) error {
+	if err := s.lay(&p.content); err != nil {
+		return fmt.Errorf("program %d: %w", p.id, err)
+	}
 	again := s.makeProgram
 	if !ok && failed && len(p.content.Inputs) > 0 {
 		again = (*program).hollow

@@ -87,6 +87,7 @@ type session struct {
 	calls          uint64
 	serial         uint64
 	cache          *programCache
+	included       included
 	built          time.Time // when a program was built last
 	unkept         []*unkept
 	storing        *unkept // the one that is kept now
