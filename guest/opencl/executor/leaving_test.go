@@ -127,3 +127,25 @@ func TestSubDeviceWithAGreaterIDThanItsPartsIsSwapped(t *testing.T) {
 	c.call(&wire.CreateContext{ID: ctx, Devices: []uint32{part}})
 	c.swap(a, c.executor(2))
 }
+
+// The memory of a buffer that is to be mapped is made ready in another goroutine. A program that had released the buffer and
+// its context by then left the vendor's context behind, which on a card takes hundreds of MiB.
+func TestContextReleasedWhileABufferOfItIsMadeReadyIsGivenBack(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	card(s)
+	s.activate()
+	ctx, b := c.id(), c.id()
+	c.call(&wire.CreateContext{ID: ctx, Devices: []uint32{1}})
+	s.pins.mu.Lock() // it goes on when this is unlocked
+	c.call(&wire.CreateBuffer{Context: ctx, ID: b, Flags: cl.MemReadWrite | cl.MemAllocHostPtr, Size: readyMin})
+	c.post(&wire.Release{ID: b})
+	c.post(&wire.Release{ID: ctx})
+	c.call(&wire.DeviceTimer{Device: 1}) // all earlier requests have run when it returns
+	s.pins.mu.Unlock()
+	testkit.Until(t, "the context is given back", func() error {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return testkit.Want(len(s.ghosts)+len(s.leaving) == 0, s.ghosts, s.leaving)
+	})
+}

@@ -80,6 +80,7 @@ func (s *session) readyShadow(m *mem) {
 		defer s.mu.Unlock()
 		m.users--
 		s.dropMem(m)
+		s.endLeft()
 	}()
 }
 
