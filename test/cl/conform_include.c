@@ -138,8 +138,13 @@ CASE(included_files_written_otherwise) {
     T(value(p) == 48);
     OK(clReleaseProgram(p));
     NEED(!remove("here.h") && !chmod("..", 0700));
+    NEED(!chdir(dir) && !mkdir("my \"dir\"", 0700) && !chdir("my \"dir\""));
+    p = from("#include \"../below.h\"");
+    OK(clBuildProgram(p, 0, NULL, "-I .", NULL, NULL));
+    T(value(p) == 45);
+    OK(clReleaseProgram(p));
     NEED(!chdir(dir));
-    static const char *const names[] = {"inc/next.h", "inc", "link", "sub/next.h", "sub/bom.h", "sub/below.h", "sub/deep/link.h", "below.h"};
+    static const char *const names[] = {"my \"dir\"", "inc/next.h", "inc", "link", "sub/next.h", "sub/bom.h", "sub/below.h", "sub/deep/link.h", "below.h"};
     for (unsigned i = 0; i < sizeof names / sizeof *names; i++)
         remove(names[i]);
     end();

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
@@ -114,12 +115,53 @@ func (in *inclusion) options(o string) string {
 	return strings.TrimSuffix(b.String(), " ")
 }
 
+// include returns the option for the folder of the files that is path to the application. Runtimes do not agree on
+// how an option with a blank or a quote is written, so such a folder has another name, too.
 func include(dir, path string) string {
-	path = filepath.Join(dir, filepath.Clean("/"+path))
-	if strings.ContainsAny(path, " \t\r\n\v\f") {
-		return `-I "` + path + `" `
+	path = filepath.Clean("/" + path)
+	if name := escaped(path); name != path && len(name) < maxName {
+		path = name
 	}
-	return "-I " + path + " "
+	if strings.ContainsAny(path, " \t\r\n\v\f") {
+		return `-I "` + filepath.Join(dir, path) + `" `
+	}
+	return "-I " + filepath.Join(dir, path) + " "
+}
+
+// maxName is the length of the longest name of a file in bytes.
+const maxName = 255
+
+// escaped returns the other name of a folder, which begins with a percent sign, or the path if it needs none.
+func escaped(path string) string {
+	const plain = "/-._+,=@~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+	if strings.Trim(path, plain) == "" {
+		return path
+	}
+	var b strings.Builder
+	for i := range len(path) {
+		if path[i] == '/' || strings.IndexByte(plain, path[i]) < 0 {
+			fmt.Fprintf(&b, "%%%02X", path[i])
+		} else {
+			b.WriteByte(path[i])
+		}
+	}
+	return b.String()
+}
+
+// layFolder makes a folder that options name.
+func layFolder(dir, name string) error {
+	path, err := url.PathUnescape(name)
+	if err != nil || escaped(path) != name {
+		return os.MkdirAll(filepath.Join(dir, name), 0o700)
+	}
+	at := filepath.Join(dir, filepath.Clean("/"+path))
+	if err := os.MkdirAll(at, 0o700); err != nil || path == name {
+		return err
+	}
+	if err := os.Symlink(at, filepath.Join(dir, name)); err != nil && !errors.Is(err, fs.ErrExist) {
+		return err
+	}
+	return nil
 }
 
 // again returns the options of a build, given o, of a program that came as a binary, and the files
@@ -181,8 +223,8 @@ func (s *session) lay(x *portable.Program) error {
 	now := time.Now()
 	fresh := os.Chtimes(at, now, now) != nil
 	for w, rest := word(x.Options); w != ""; w, rest = word(rest) { // also one that only leads to others, as a/../b does
-		if path := filepath.Clean(unquoted(w)); strings.HasPrefix(path, dir+"/") {
-			if err := os.MkdirAll(filepath.Join(s.cfg.Dir, path), 0o700); err != nil {
+		if name, ok := strings.CutPrefix(filepath.Clean(unquoted(w)), dir+"/"); ok {
+			if err := layFolder(at, name); err != nil {
 				return fmt.Errorf("included files: %w", err)
 			}
 		}

@@ -68,6 +68,38 @@ func TestIncludedFilesGoAlongInASwap(t *testing.T) {
 	})
 }
 
+// Runtimes take no option, or take several, for a folder whose name has a blank or a quote, and an application need not
+// give it: it may just work there.
+func TestIncludedFilesOfAFolderWithABlankInItsName(t *testing.T) {
+	c := newClient(t)
+	s := c.in(1, t.TempDir())
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	files := []uint32{c.program(ctx, "#include \"../b.h\"\n"), c.program(ctx, "#define V 42\n")}
+	const source = "\nkernel void f(global uint *a) { a[get_global_id(0)] = V; }"
+	var all []uint32
+	for _, cwd := range []string{"/home/My Project", "/home/my\"quote\"", "/home/my\tproject\"", "/home/-I \\"} {
+		for include, options := range map[string]string{"#include \"a.h\"": "", "#include <a.h>": "-DX -I .", "#include \"../b.h\"": ""} {
+			p := c.program(ctx, include+source)
+			paths := []byte("/" + cwd + "/a.h\x00//home/b.h\x00" + cwd + "\x00")
+			slot := c.start(&wire.BuildWithFiles{Program: p, Options: []byte(options), Files: files, Paths: paths})
+			if st, _ := c.answer(slot); st != cl.Success {
+				t.Errorf("%q in %q: %v", include, cwd, st)
+			} else if v := c.ran(ctx, q, p); v != 42 {
+				t.Errorf("%q in %q wrote %d", include, cwd, v)
+			}
+			all = append(all, p)
+		}
+	}
+	to := c.in(2, t.TempDir())
+	c.swap(s, to)
+	for _, p := range all {
+		if v := c.ran(ctx, q, p); v != 42 {
+			t.Errorf("%d wrote %d", p, v)
+		}
+	}
+}
+
 // A program that writes a header anew and builds, again and again, filled the memory of the VM: the session's folder is
 // there, and all files stayed.
 func TestIncludedFilesOfEarlierBuildsAreRemoved(t *testing.T) {
