@@ -395,6 +395,8 @@ func (k *Keeper) settle(ctx context.Context, a assignment, d Domain, runs bool, 
 		}
 		k.Event(a.GPU, "PartLost", "VM "+a.vm()+": "+a.Message)
 		return k.put(a)
+	case a.Phase == attached && exists:
+		return k.unpark(ctx, a, st)
 	}
 	return nil
 }

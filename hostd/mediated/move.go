@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"time"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/hostd/cards"
@@ -294,8 +295,33 @@ func (k *Keeper) settleMoving(ctx context.Context, a assignment, d Domain, runs 
 		return k.astray(&a, "its accesses were answered by nobody: "+st.Lost)
 	case a.Phase == attached && (!exists || st.Lost != "") && a.Message == "":
 		return k.lost(a, st.Lost)
+	case a.Phase == attached && exists:
+		return k.unpark(ctx, a, st)
 	}
 	return nil
+}
+
+// unpark has a part work that was parked after it was to work again: who parks it does not hold k.work.
+func (k *Keeper) unpark(ctx context.Context, a assignment, st server.Status) error {
+	if st.State != server.Parked || st.Lost != "" {
+		return nil
+	}
+	p, err := k.Process(ctx, a.GPU)
+	if err != nil {
+		return err
+	}
+	return goOn(ctx, p, a)
+}
+
+// goOnFor is how long a part's command is waited for by who holds k.work.
+const goOnFor = time.Second / 2
+
+// goOn has a part work again. That is when the VM's command that runs has ended, which is waited for for a
+// moment only, as others' VMs start. It may be repeated.
+func goOn(ctx context.Context, p Process, a assignment) error {
+	ctx, cancel := context.WithTimeout(ctx, goOnFor)
+	defer cancel()
+	return p.Resume(ctx, a.part())
 }
 
 // settleAnew ends what is left of a migration of a VM that is started anew, if it has ended. Until
@@ -410,7 +436,7 @@ func (k *Keeper) settleOver(ctx context.Context, a assignment, d Domain, runs, h
 	case a.Phase == parked && runs && d.ID == a.Domain:
 		p, err := k.Process(ctx, a.GPU)
 		if err == nil {
-			err = p.Resume(ctx, a.part())
+			err = goOn(ctx, p, a)
 		}
 		a.Phase, a.Migration, a.Config = attached, "", nil
 		if errors.Is(err, server.ErrGiven) || errors.Is(err, server.ErrRefused) || errors.Is(err, server.ErrNotFound) {

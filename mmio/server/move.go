@@ -39,7 +39,7 @@ func (s *Server) begin(id string, states ...State) (*part, error) {
 	case p == nil:
 		return nil, fmt.Errorf("%w: %s", ErrNotFound, id)
 	case p.busy:
-		return nil, fmt.Errorf("part %s: %w: another operation on it has not ended", id, ErrRefused)
+		return nil, fmt.Errorf("part %s: %w: another operation on it has not ended", id, ErrAgain)
 	case p.lost != "":
 		return nil, fmt.Errorf("part %s: %w: %s", id, ErrRefused, p.lost)
 	case p.state == Given && !slices.Contains(states, Given):

@@ -363,7 +363,7 @@ func (s *Server) detach(ctx context.Context, id string) error {
 		return fmt.Errorf("%w: %s", ErrNotFound, id)
 	}
 	if p.busy {
-		return fmt.Errorf("part %s: %w: its contents are being copied", id, ErrRefused)
+		return fmt.Errorf("part %s: %w: another operation on it has not ended", id, ErrAgain)
 	}
 	p.halt()
 	err := p.server.Destroy(ctx)

@@ -26,6 +26,8 @@ var (
 	ErrExists   = errors.New("the VM has that part already")
 	ErrNotFound = errors.New("no such part")
 	ErrRefused  = errors.New("refused")
+	// ErrAgain means that another operation on the part has not ended: ask again.
+	ErrAgain = errors.New("busy")
 	// ErrEarly means that the domain is still being made: ask again.
 	ErrEarly = xen.ErrEarly
 	// ErrGiven means that another host has the part's contents now.
@@ -106,7 +108,7 @@ type answer struct {
 
 // codes are the errors that have a meaning on the other side.
 func codes() map[string]error {
-	return map[string]error{"early": ErrEarly, "exists": ErrExists, "not_found": ErrNotFound, "refused": ErrRefused, "given": ErrGiven, "state": ErrState}
+	return map[string]error{"busy": ErrAgain, "early": ErrEarly, "exists": ErrExists, "not_found": ErrNotFound, "refused": ErrRefused, "given": ErrGiven, "state": ErrState}
 }
 
 func failed(err error) answer {

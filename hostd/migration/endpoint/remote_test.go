@@ -3,6 +3,7 @@ package endpoint
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/http"
 	"net/http/httptest"
 	"testing"
@@ -13,6 +14,7 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/migrate"
+	"github.com/gpuctl/gpuctl/mmio/server"
 )
 
 // broken is a host that says a little, and then something else.
@@ -42,6 +44,7 @@ func TestRemoteErrors(t *testing.T) {
 	}{
 		{"dies", func() error { panic(http.ErrAbortHandler) }, migrate.ErrUnreachable},
 		{"is on its way down", func() error { return connect.NewError(connect.CodeUnavailable, errors.New("no")) }, migrate.ErrUnreachable},
+		{"still does what it was asked for before", func() error { return toConnect(fmt.Errorf("part: %w", server.ErrAgain)) }, migrate.ErrUnreachable},
 		{"has given it away", func() error { return connect.NewError(connect.CodeResourceExhausted, errors.New("no")) }, migrate.ErrTaken},
 		{"refuses", func() error { return connect.NewError(connect.CodeInvalidArgument, errors.New("no")) }, nil},
 		{"fails", func() error { return errors.New("no") }, nil},

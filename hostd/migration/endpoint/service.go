@@ -14,6 +14,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/virt"
 	"github.com/gpuctl/gpuctl/migrate"
+	"github.com/gpuctl/gpuctl/mmio/server"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
@@ -56,7 +57,7 @@ func toConnect(err error) error {
 // doubtful reports whether it is unknown after this error if the step was done, or
 // whether the step may succeed when it is repeated.
 func doubtful(err error) bool {
-	for _, e := range []error{virt.ErrDisconnected, virt.ErrTimeout, virt.ErrUnknownOutcome, cards.ErrBusy, migrate.ErrUnreachable, context.DeadlineExceeded, context.Canceled} {
+	for _, e := range []error{virt.ErrDisconnected, virt.ErrTimeout, virt.ErrUnknownOutcome, cards.ErrBusy, server.ErrAgain, migrate.ErrUnreachable, context.DeadlineExceeded, context.Canceled} {
 		if errors.Is(err, e) {
 			return true
 		}
