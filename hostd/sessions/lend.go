@@ -226,13 +226,13 @@ func (h *Host) enterLease(l *lent) (*lent, error) {
 	return l, nil
 }
 
-// overtaken reports whether a lease was ended before gpuguest was asked for its far executor, which
-// nobody would end then. The lease is entered again, so that its GPUs stay reserved until it is.
+// overtaken reports whether a lease was ended before gpuguest was asked for its far executor, or is being
+// ended, after which nobody would end that. The lease is entered again, so that its GPUs stay reserved until it is.
 func (h *Host) overtaken(l *lent) bool {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if h.lent[l.ID] != nil {
-		return false
+	if now := h.lent[l.ID]; now != nil {
+		return now == l && l.Ended
 	}
 	if err := h.ledger.Reserve(l.Claim, l.GPUs, l.Amount); err != nil {
 		h.Log.Error("a lent gpu is held by others", "lease", l.ID, "claim", l.Claim, "err", err)
@@ -284,6 +284,9 @@ func (h *Host) EndLease(ctx context.Context, borrower clusterapi.Self, lease str
 func (h *Host) dropLease(ctx context.Context, l *lent, why string) error {
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
+	h.mu.Lock()
+	l.Ended = true // who asks for it again would begin a far executor that nobody knows
+	h.mu.Unlock()
 	if err := h.endFar(ctx, l); err != nil {
 		return fmt.Errorf("lease %s: its far executor has not ended: %w", l.ID, plain(err))
 	}
@@ -369,7 +372,7 @@ func (h *Host) whyOver(ctx context.Context, l *lent, now *gpuctlv1.Lease) string
 	case busy:
 		return ""
 	case ended:
-		return "it was ended before it began"
+		return "its end was asked for before"
 	case now == nil:
 		return "its far executor is gone"
 	case now.GetState() == gpuctlv1.LeaseState_LEASE_STATE_ENDED:

@@ -3,6 +3,7 @@ package sessions
 import (
 	"context"
 	"errors"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -110,4 +111,58 @@ func TestSilentServiceVMKeepsNoOtherFromBeingLookedAt(t *testing.T) {
 	l.lend(request("l1", "c", l.assign("c", 1<<30, served), served))
 	s.guest.KillLease("l1")
 	soon(t, "what its far executor had is given back", func() error { return testkit.Want(!l.holds("c")) })
+}
+
+// meanwhile has something happen between the end of a far executor and hostd's knowing of it, once.
+type meanwhile struct {
+	*fakeServers
+	mu sync.Mutex
+	do func()
+}
+
+func (m *meanwhile) Client(ctx context.Context, uuid string) (gpuctlv1connect.GuestServiceClient, error) {
+	c, err := m.fakeServers.Client(ctx, uuid)
+	return meanwhileClient{c, m}, err
+}
+
+type meanwhileClient struct {
+	gpuctlv1connect.GuestServiceClient
+	m *meanwhile
+}
+
+func (c meanwhileClient) EndLease(ctx context.Context, r *connect.Request[gpuctlv1.EndLeaseRequest]) (*connect.Response[gpuctlv1.EndLeaseResponse], error) {
+	res, err := c.GuestServiceClient.EndLease(ctx, r)
+	c.m.mu.Lock()
+	do := c.m.do
+	c.m.do = nil
+	c.m.mu.Unlock()
+	if do != nil {
+		do()
+	}
+	return res, err
+}
+
+// A request for a lease may be repeated while its end is asked for, or found to be due. Its GPU would be given to
+// others while a far executor computes there.
+func TestLeaseThatIsAskedForAgainWhileItEndsComputesForNobody(t *testing.T) {
+	m := &meanwhile{}
+	l, s := newServed(t, func(c *HostConfig) { m.fakeServers = c.Servers.(*fakeServers); c.Servers = m })
+	r := request("l1", "c", l.assign("c", 1<<30, served), served)
+	l.lend(r)
+	m.mu.Lock()
+	m.do = func() {
+		if _, err := l.host.Lend(t.Context(), there, r); !errors.Is(err, errNotFound) {
+			t.Errorf("lent again: %v", err)
+		}
+	}
+	m.mu.Unlock()
+	if err := l.host.EndLease(t.Context(), there, "l1"); err != nil {
+		t.Fatal(err)
+	}
+	l.host.mu.Lock()
+	known := l.host.lent["l1"] != nil
+	l.host.mu.Unlock()
+	if n := len(s.guest.Leases()); n != 0 && !known {
+		t.Errorf("%d far executors compute for nobody", n)
+	}
 }
