@@ -287,7 +287,7 @@ func (m *wiring) makeMigrations(o Options) (err error) {
 	nics := &cardapi.NICs{Network: m.network, Peers: neighbours{m.node}.peers, Log: o.Log}
 	m.devices = cardapi.New(cardapi.Config{
 		Keeper: mediated.Both{CardKeeper: m.cards, Mediated: m.mediated}, Remote: m.borrow,
-		Service: servicevm.NewService(servicevm.ServiceConfig{Keeper: m.serving, VMs: m.platform.Cards.VMs, Cards: m.cards, Moving: m.records.Moving}),
+		Service: servicevm.NewService(servicevm.ServiceConfig{Keeper: m.serving, VMs: m.platform.Cards.VMs, Cards: m.cards, Leaving: m.leaving}),
 		NICs:    nics, Cluster: m.node, Log: o.Log,
 	})
 	m.migrations = migration.New(migration.Config{
@@ -295,6 +295,11 @@ func (m *wiring) makeMigrations(o Options) (err error) {
 		Rehearse: m.site.Rehearse,
 	})
 	return nil
+}
+
+// leaving asks the migrations, which are made after who asks.
+func (m *wiring) leaving(ctx context.Context, uuid string) (migration string, err error) {
+	return m.migrations.Leaving(ctx, uuid)
 }
 
 // endpoint makes this host's part in migrations.

@@ -20,6 +20,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
 	"github.com/gpuctl/gpuctl/internal/busy"
 	"github.com/gpuctl/gpuctl/internal/excerpt"
+	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/migrate"
 )
@@ -105,6 +106,24 @@ func (m *Manager) Run(ctx context.Context) {
 		}
 	}
 }
+
+// Leaving returns the migration of a VM of this host that has not ended; empty: none. Unlike Moving, it knows one whose
+// record is not applied here yet, and there is an error while one is being begun: it may have been planned.
+func (m *Manager) Leaving(ctx context.Context, uuid string) (migration string, err error) {
+	if m.starting.Has(uuid) {
+		return "", errBegun
+	}
+	v := m.Node.View()
+	if v == nil {
+		return "", nil // this host is in no cluster
+	}
+	if now, err := m.committed(ctx); err == nil {
+		v = now
+	}
+	return runs(v, uuid), nil
+}
+
+var errBegun = reason.New(reason.Busy, "a migration of it is being begun, or rehearsed: try again when that has ended")
 
 // endTimeout is how long a host may take to end what computes for a VM.
 const endTimeout = 30 * time.Second

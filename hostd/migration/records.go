@@ -64,18 +64,10 @@ func (rs Records) Moving(ctx context.Context, uuid string) string {
 // moving returns the migration of a VM that is not over in a state, or "". This host may learn of the end of one later
 // than the client that was told of it, so what runs in the state applied here is looked for in what is committed.
 func (rs Records) moving(ctx context.Context, v *state.View, uuid string) string {
-	in := func(v *state.View) string {
-		for r := range v.Migrations() {
-			if r.GetMachine().GetUuid() == uuid && !over(r) {
-				return r.GetId()
-			}
-		}
-		return ""
-	}
 	if v == nil {
 		return ""
 	}
-	id := in(v)
+	id := runs(v, uuid)
 	if id == "" {
 		return ""
 	}
@@ -83,7 +75,17 @@ func (rs Records) moving(ctx context.Context, v *state.View, uuid string) string
 	if err != nil {
 		return id
 	}
-	return in(v)
+	return runs(v, uuid)
+}
+
+// runs returns the migration of a VM that is not over in a state; empty: none.
+func runs(v *state.View, uuid string) string {
+	for r := range v.Migrations() {
+		if r.GetMachine().GetUuid() == uuid && !over(r) {
+			return r.GetId()
+		}
+	}
+	return ""
 }
 
 // Ended reports whether a migration has ended, and whether this host knows it. A host that

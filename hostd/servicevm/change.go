@@ -57,8 +57,9 @@ type ServiceConfig struct {
 	VMs   VMs
 	Cards Cards
 	Offer time.Duration // how long a VM may take to lend its first card; 0: a minute
-	// Moving returns the migration of a VM that has not ended; empty: none.
-	Moving func(ctx context.Context, uuid string) (migration string)
+	// Leaving returns the migration of a VM that has not ended; empty: none. If one is just being begun,
+	// there is an error.
+	Leaving func(ctx context.Context, uuid string) (migration string, err error)
 }
 
 // Service does what operators ask: it has VMs of this host serve others, and ends that. It is
@@ -140,8 +141,11 @@ func (sv *Service) against(ctx context.Context, m vm.Info) []*gpuctlv1.Reason {
 
 // stays returns an error if a migration takes the VM away, and its cards from those that it would serve.
 func (sv *Service) stays(ctx context.Context, m vm.VM) error {
-	id := sv.Moving(ctx, m.UUID)
-	if id == "" {
+	id, err := sv.Leaving(ctx, m.UUID)
+	switch {
+	case err != nil:
+		return fmt.Errorf("VM %s: %w", m.Name, err)
+	case id == "":
 		return nil
 	}
 	return fmt.Errorf("migration %s of VM %s has not ended: gpuctl migrations watch %s shows it", id, m.Name, id)

@@ -81,16 +81,16 @@ func (w *world) GuestService(context.Context, string) (gpuctlv1connect.GuestServ
 	return nil, errors.New("not asked for here")
 }
 
-// moving plays a migration of the VM, which begins before it is asked about the second time if begins is set.
-func (w *world) moving(context.Context, string) string {
+// leaving plays a migration of the VM, which begins before it is asked about the second time if begins is set.
+func (w *world) leaving(context.Context, string) (string, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.begins {
 		w.begins = false
 		w.moves = "m-1"
-		return ""
+		return "", nil
 	}
-	return w.moves
+	return w.moves, nil
 }
 
 func (w *world) Find(_ context.Context, ref string) (vm.Info, error) {
@@ -169,7 +169,7 @@ func (w *world) keeper(file string) *Service {
 		w.t.Fatal(err)
 	}
 	k := NewKeeper(Config{Registry: r, Claims: w, Loopback: func() bool { return false }, Log: slog.New(slog.DiscardHandler), Silent: time.Hour})
-	return NewService(ServiceConfig{Keeper: k, VMs: w, Cards: w, Offer: 300 * time.Millisecond, Moving: w.moving})
+	return NewService(ServiceConfig{Keeper: k, VMs: w, Cards: w, Offer: 300 * time.Millisecond, Leaving: w.leaving})
 }
 
 func serve(k *Service, r *gpuctlv1.ServeRequest) (last *gpuctlv1.DeviceUpdate, steps []string, err error) {
@@ -268,6 +268,11 @@ func TestAVMThatIsBeingMigratedServesNobody(t *testing.T) {
 			t.Error("it is declared")
 		}
 		w.set(func() { w.moves = "" })
+		k.Leaving = func(context.Context, string) (string, error) { return "", errors.New("one is being begun") }
+		if _, _, err := serve(k, &gpuctlv1.ServeRequest{}); err == nil || !strings.Contains(err.Error(), "VM "+gpuvm.Name+": one is being begun") {
+			t.Error(err)
+		}
+		k.Leaving = w.leaving
 		if _, _, err := serve(k, &gpuctlv1.ServeRequest{}); err != nil {
 			t.Error(err)
 		}
