@@ -43,11 +43,17 @@ func (k *Keeper) Reconcile(ctx context.Context) error {
 	}
 	slices.SortFunc(all, func(a, b cardAssignment) int { return a.Card.Compare(b.Card) })
 	var errs []error
-	for i := range all {
-		if err := k.reconcileCard(ctx, &all[i]); err != nil && !errors.Is(err, ErrBusy) {
-			errs = append(errs, err)
+	look := func(all []cardAssignment) {
+		for i := range all {
+			if err := k.reconcileCard(ctx, &all[i]); err != nil && !errors.Is(err, ErrBusy) {
+				errs = append(errs, err)
+			}
 		}
 	}
+	had := func(a cardAssignment) bool {
+		return slices.ContainsFunc(a.Functions, func(f pci.Address) bool { return owners[f].UUID != "" })
+	}
+	look(slices.DeleteFunc(slices.Clone(all), func(a cardAssignment) bool { return !had(a) }))
 	for _, card := range cards {
 		if err := k.adoptSlices(ctx, card, owners); err != nil && !errors.Is(err, ErrBusy) {
 			errs = append(errs, err)
@@ -56,7 +62,10 @@ func (k *Keeper) Reconcile(ctx context.Context) error {
 			errs = append(errs, err)
 		}
 	}
+	// It is known who has what. What follows may reset cards, one after the other.
 	k.Settled.Store(true)
+	k.Cluster.Kick()
+	look(slices.DeleteFunc(all, had))
 	k.Cluster.Kick()
 	return errors.Join(errs...)
 }

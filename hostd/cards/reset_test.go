@@ -279,3 +279,39 @@ func TestCardThatIsOnTheBusAgainIsFree(t *testing.T) {
 		})
 	}
 }
+
+// After a restart of hostd nothing is lent or given, and no lease ends, before it is known who has what. A reset,
+// which takes a minute and more, tells nothing about that.
+func TestResetThatARestartHasInterruptedKeepsNobodyWaiting(t *testing.T) {
+	w := newWorld(t)
+	if err := w.attach("one", "nvidia-0", false); err != nil {
+		t.Fatal(err)
+	}
+	w.stop(uuid1)
+	w.resetFail[card4[0]] = context.Canceled
+	ctx, cancel := context.WithCancel(t.Context())
+	w.resets = func(context.Context, *pci.Card) { cancel() } // hostd ends
+	for range 2 {
+		_ = w.keeper.Reconcile(ctx)
+		w.pass(time.Minute)
+	}
+	if a := w.keeper.assignments[card4[0]]; a == nil || a.Phase != resetting {
+		t.Fatalf("%+v", a)
+	}
+	delete(w.resetFail, card4[0])
+	for _, f := range card1 { // it is given to a VM without gpuctl
+		w.bind(f, "pciback")
+	}
+	w.run(uuid2, card1...)
+	w.restart()
+	resets := 0
+	w.resets = func(context.Context, *pci.Card) {
+		if resets++; !w.keeper.Settled.Load() || w.keeper.assignmentOf(card1[0]) == nil || w.keeper.assignmentOf(card4[0]) == nil {
+			t.Errorf("who has what is known: %v, and %v", w.keeper.Settled.Load(), w.keeper.assignments)
+		}
+	}
+	w.settled()
+	if resets != 1 {
+		t.Errorf("%d resets", resets)
+	}
+}
