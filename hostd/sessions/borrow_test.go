@@ -384,3 +384,38 @@ func TestALeaseIsGivenBackByTheNextHostd(t *testing.T) {
 		return testkit.Want(len(b.host.borrowed) == 0)
 	})
 }
+
+// Until a host that was started knows who has what, it lends nothing and ends no lease. Another host that does not
+// answer takes half a minute for each lease that is asked for.
+func TestHostThatDoesNotAnswerKeepsNoOtherFromStarting(t *testing.T) {
+	b := newBorrower(t)
+	b.host.mu.Lock()
+	b.c.place([]string{farGPU})
+	b.host.save()
+	b.host.mu.Unlock()
+	b.halt()
+	let := b.other.hold()
+	started := make(chan struct{})
+	go func() {
+		defer close(started)
+		b.start()
+	}()
+	<-b.other.asked
+	select {
+	case <-started:
+	case <-time.After(20 * time.Second):
+		t.Error("it waits for the other host")
+	}
+	let()
+	<-started
+	testkit.Until(t, "its GPU is offered all the same", func() error {
+		b.host.mu.Lock()
+		defer b.host.mu.Unlock()
+		for _, c := range b.host.claims {
+			if c.ID == b.c.ID {
+				return testkit.Want(c.Lease != "", c.Offered)
+			}
+		}
+		return testkit.Want(false)
+	})
+}

@@ -3,7 +3,6 @@ package sessions
 import (
 	"context"
 	"fmt"
-	"maps"
 	"slices"
 	"time"
 
@@ -12,12 +11,23 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
-// Reoffer repeats the offers of all claims to gpuguest, for example after its restart.
+// Reoffer repeats the offers of all claims to gpuguest, for example after its restart. It does not wait for those of
+// GPUs of other hosts: one that does not answer takes half a minute for each.
 func (h *Host) Reoffer(ctx context.Context) {
 	h.mu.Lock()
-	claims := slices.Collect(maps.Values(h.claims))
+	var here, elsewhere []*claim
+	for _, c := range h.claims {
+		if len(c.GPUs) > 0 && far(c.GPUs[0]) {
+			elsewhere = append(elsewhere, c)
+		} else {
+			here = append(here, c)
+		}
+	}
 	h.mu.Unlock()
-	for _, c := range claims {
+	for _, c := range elsewhere {
+		h.work.Go(func() { h.repeatOffer(h.ctx, c) })
+	}
+	for _, c := range here {
 		h.repeatOffer(ctx, c)
 	}
 }
