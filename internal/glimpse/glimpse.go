@@ -10,7 +10,8 @@ const (
 	patience   = time.Second
 	mostWaited = 2 * time.Second // for all reads of a user that one after the other take long, in a spell
 	spell      = 10 * time.Second
-	brief      = 10 * time.Millisecond // what a read may always take; others take less than one
+	brief      = 10 * time.Millisecond // what a read may take after that, for mostWaited once more
+	usual      = time.Millisecond      // what takes less is not counted
 	mostOfUser = 32                    // reads that have not ended
 	mostOfAll  = 512                   // each takes a thread
 )
@@ -27,6 +28,7 @@ type Reads struct {
 type waits struct {
 	began time.Time
 	took  time.Duration
+	more  time.Duration // of that, for reads that were waited for briefly
 }
 
 // read is one that is in progress. Its fields are set before done is closed.
@@ -43,14 +45,18 @@ func Do[T any](r *Reads, user uint32, what string, f func() T) (result T, ok boo
 	if r == nil {
 		return f(), true
 	}
+	wait := r.patience(user)
+	if wait == 0 {
+		return result, false
+	}
 	now := r.begin(user, what, func() any { return f() })
 	if now == nil {
 		return result, false
 	}
 	began := time.Now()
-	limit := time.NewTimer(r.patience(user))
+	limit := time.NewTimer(wait)
 	defer limit.Stop()
-	defer func() { r.note(user, time.Since(began)) }()
+	defer func() { r.note(user, wait, time.Since(began)) }()
 	select {
 	case <-now.done:
 		result, ok = now.result.(T)
@@ -64,19 +70,22 @@ func Do[T any](r *Reads, user uint32, what string, f func() T) (result T, ok boo
 }
 
 // patience returns how long a read of a user's is waited for. Whoever looks at all processes must not
-// wait as long for each of the many that one user may have.
+// wait as long for each of the many that one user may have. 0: it is not read.
 func (r *Reads) patience(user uint32) time.Duration {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	w := r.waited[user]
-	if time.Since(w.began) > spell {
+	switch {
+	case time.Since(w.began) > spell:
 		return patience
+	case w.more >= mostWaited:
+		return 0
 	}
 	return max(brief, min(patience, mostWaited-w.took))
 }
 
-func (r *Reads) note(user uint32, took time.Duration) {
-	if took <= brief {
+func (r *Reads) note(user uint32, wait, took time.Duration) {
+	if took <= usual {
 		return
 	}
 	r.mu.Lock()
@@ -89,7 +98,9 @@ func (r *Reads) note(user uint32, took time.Duration) {
 	if !ok {
 		w.began = time.Now()
 	}
-	w.took += took
+	if w.took += took; wait == brief {
+		w.more += took
+	}
 	r.waited[user] = w
 }
 

@@ -84,3 +84,27 @@ func TestManySlowReadsOfOneUserTogetherKeepNobodyWaitingForLong(t *testing.T) {
 		t.Error("another user's is not waited for")
 	}
 }
+
+// A user that has thousands of processes has each read take as long as it may, or a little longer.
+func TestThousandsOfReadsThatTakeALittleLongTogetherKeepNobodyWaitingForLong(t *testing.T) {
+	for _, late := range []bool{false, true} {
+		r := &Reads{}
+		began := time.Now()
+		for i := range 2000 {
+			release := make(chan struct{})
+			if !late {
+				time.AfterFunc(brief*7/10, func() { close(release) })
+			}
+			_, _ = Do(r, 1, fmt.Sprint("1/", i), func() int { <-release; return 0 })
+			if late {
+				close(release)
+			}
+		}
+		if took := time.Since(began); took > spell*3/4 {
+			t.Errorf("%v", took)
+		}
+		if n, ok := Do(r, 2, "2/0", func() int { return 7 }); !ok || n != 7 {
+			t.Error("another user's is not waited for")
+		}
+	}
+}
