@@ -4,6 +4,8 @@ import (
 	"context"
 	"testing"
 	"time"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
 // A VM that is parked for its migration decides how long its command runs. One that starts meanwhile would
@@ -42,5 +44,50 @@ func TestVMStartsWithItsPartWhileAnotherOnesCommandKeepsItFromBeingParked(t *tes
 	close(over)
 	if err := <-parked; err == nil {
 		t.Error("it was parked")
+	}
+}
+
+// A cluster that has lost its leader answers for ten seconds nobody who wants a claim. A VM that starts meanwhile
+// would run without its part.
+func TestVMStartsWithItsPartWhileTheClusterDoesNotAnswerForAnotherOnes(t *testing.T) {
+	for name, obtain := range map[string]func(w *world) error{
+		"attach": func(w *world) error {
+			return w.k.Attach(context.WithoutCancel(t.Context()), &gpuctlv1.AttachRequest{Machine: "db", Gpu: "soft0", Weight: 3}, func(*gpuctlv1.DeviceUpdate) {})
+		},
+		"arrival": func(w *world) error {
+			return w.k.ExpectParts(context.WithoutCancel(t.Context()), w.vms["db"].VM, "m-1", []*gpuctlv1.SitePart{{
+				Slot: 31, Memory: 8 << 20, Channels: uint32(w.k.GPUs[0].Model.Channels()), Weight: 1, Config: make([]byte, 4096),
+			}})
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			w.give("web")
+			asked, answers := make(chan struct{}), make(chan struct{})
+			w.onDo = func(call string) {
+				if call == "claim" {
+					close(asked)
+					<-answers
+				}
+			}
+			got := make(chan error)
+			go func() { got <- obtain(w) }()
+			<-asked
+			w.domains["uuid-web"] = Domain{ID: 5, Paused: true, HVM: true}
+			looked := make(chan error, 1)
+			go func() { looked <- w.k.Reconcile(context.WithoutCancel(t.Context())) }()
+			select {
+			case err := <-looked:
+				if err != nil || len(w.parts) != 1 {
+					t.Errorf("%v, parts %v", err, w.parts)
+				}
+			case <-time.After(20 * time.Second):
+				t.Error("it waits")
+			}
+			close(answers)
+			if err := <-got; err != nil || len(w.k.of(func(*assignment) bool { return true })) != 2 {
+				t.Errorf("%v, parts %v", err, w.slices())
+			}
+		})
 	}
 }

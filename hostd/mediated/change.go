@@ -49,12 +49,15 @@ func (k *Keeper) Attach(ctx context.Context, r *gpuctlv1.AttachRequest, report c
 	}
 	a := assignment{
 		ID: newID(), Profile: gpus[0].Profile(), Weight: max(1, int(r.GetWeight())), Mode: r.GetMode(), UUID: m.UUID, Name: m.Name,
-		Claim: "vm-" + newID()[len("mgpu-"):], Phase: ready, Slot: k.slot(m.UUID),
+		Claim: "vm-" + newID()[len("mgpu-"):], Phase: ready,
 	}
 	if err := k.obtain(ctx, &a, gpus, r.GetExpr()); err != nil {
 		return err
 	}
 	defer k.dropClaim(a.Claim)
+	if a.Slot = k.slot(m.UUID); a.Slot == 0 { // it has got others meanwhile
+		return fmt.Errorf("attach %s to vm %s: %w: it has no slot left for another part", r.GetGpu(), m.Name, cards.ErrRefused)
+	}
 	report(&gpuctlv1.DeviceUpdate{Gpu: a.GPU, Machine: m.Name, Step: "claim", StepIndex: 1, Steps: 2})
 	a.Memory = k.gpu(a.GPU).Model.Each()
 	if err := k.put(a); err != nil {

@@ -321,7 +321,8 @@ func (k *Keeper) Statuses() map[string][]server.Status {
 }
 
 // obtain has the cluster assign a part to a new claim. The caller calls dropClaim when the
-// part is recorded, or is not to be.
+// part is recorded, or is not to be. It holds k.work, but not meanwhile: the cluster may have no
+// leader, and others' VMs start.
 func (k *Keeper) obtain(ctx context.Context, a *assignment, gpus []GPU, more string) error {
 	c := a.claim()
 	c.CreatedUnixMs = k.Now().UnixMilli()
@@ -336,8 +337,10 @@ func (k *Keeper) obtain(ctx context.Context, a *assignment, gpus []GPU, more str
 	k.mu.Lock()
 	k.claiming[c.GetId()] = true
 	k.mu.Unlock()
+	k.work.Unlock()
 	k.Cluster.Settle(ctx)
 	res, err := k.Cluster.Claim(ctx, c)
+	k.work.Lock()
 	if err == nil && len(res.GetAssignments()) == 0 {
 		var why []string
 		for _, r := range res.GetRejected() {

@@ -165,12 +165,12 @@ func (k *Keeper) park(ctx context.Context, a assignment) ([]byte, error) {
 func (k *Keeper) ExpectParts(ctx context.Context, m vm.VM, migration string, parts []*gpuctlv1.SitePart) error {
 	k.work.Lock()
 	defer k.work.Unlock()
-	domains, err := k.Domains.Of(ctx)
-	if err != nil {
-		return err
-	}
-	d, runs := domains[m.UUID]
 	for _, p := range parts {
+		domains, err := k.Domains.Of(ctx)
+		if err != nil {
+			return err
+		}
+		d, runs := domains[m.UUID]
 		mine := k.of(func(a *assignment) bool { return a.UUID == m.UUID && uint32(a.Slot) == p.GetSlot() })
 		if len(mine) == 0 {
 			if err := k.expect(ctx, m, migration, p); err != nil {
@@ -268,6 +268,9 @@ func (k *Keeper) expect(ctx context.Context, m vm.VM, migration string, p *gpuct
 		return err
 	}
 	defer k.dropClaim(a.Claim)
+	if len(k.of(func(b *assignment) bool { return b.UUID == a.UUID && b.Slot == a.Slot })) > 0 {
+		return fmt.Errorf("vm %s: part at slot %d: %w: it has got one meanwhile", m.Name, a.Slot, cards.ErrBusy)
+	}
 	return k.put(a)
 }
 
