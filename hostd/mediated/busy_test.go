@@ -6,6 +6,7 @@ import (
 	"time"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/mmio/server"
 )
 
 // A VM that is parked for its migration decides how long its command runs. One that starts meanwhile would
@@ -89,5 +90,47 @@ func TestVMStartsWithItsPartWhileTheClusterDoesNotAnswerForAnotherOnes(t *testin
 				t.Errorf("%v, parts %v", err, w.slices())
 			}
 		})
+	}
+}
+
+// hangs is a process that takes connections and does not answer, as one that was stopped.
+type hangs struct{ Process }
+
+func (hangs) List(ctx context.Context) ([]server.Status, error) { return nil, hang(ctx) }
+func (hangs) Detach(ctx context.Context, _ string) error        { return hang(ctx) }
+
+func hang(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, 30*time.Second) // as server.Client does
+	defer cancel()
+	<-ctx.Done()
+	return ctx.Err()
+}
+
+// A VM that starts with a part of another GPU would run without it.
+func TestProcessThatHangsKeepsNoVMsOfOtherGPUsWaiting(t *testing.T) {
+	w := newWorld(t)
+	w.give("web")
+	other := w.k.of(func(*assignment) bool { return true })[0]
+	other.ID, other.GPU, other.UUID, other.Name, other.Claim, other.Phase, other.Domain = "mgpu-x", "soft1", "uuid-db", "db", "vm-x", detaching, 9
+	if err := w.k.put(other); err != nil {
+		t.Fatal(err)
+	}
+	w.k.GPUs = append([]GPU{{"soft1", w.k.GPUs[0].Model}}, w.k.GPUs...)
+	w.k.Process = func(_ context.Context, gpu string) (Process, error) {
+		if gpu == "soft1" {
+			return hangs{}, nil
+		}
+		return w, nil
+	}
+	for i, most := range []time.Duration{15 * time.Second, 3 * time.Second} { // the second time it is known to hang
+		w.domains["uuid-web"] = Domain{ID: uint16(5 + i), Paused: true, HVM: true}
+		began := time.Now()
+		err := w.k.Reconcile(t.Context())
+		if took := time.Since(began); err == nil || took > most || len(w.parts) != 1 {
+			t.Errorf("%v after %v, parts %v", err, took, w.parts)
+		}
+	}
+	if a := w.k.of(func(a *assignment) bool { return a.ID == "mgpu-x" }); len(a) != 1 || a[0].Phase != detaching {
+		t.Errorf("%+v", a)
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"time"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/hostd/cards"
@@ -317,23 +318,47 @@ func (k *Keeper) Reconcile(ctx context.Context) error {
 	k.mu.Lock()
 	k.seen = maps.Clone(has)
 	k.mu.Unlock()
+	until := map[string]time.Time{}
 	for _, a := range k.of(func(*assignment) bool { return true }) {
 		d, runs := domains[a.UUID]
-		if silent[a.GPU] && (a.Phase == attached || a.moving()) && runs {
+		if !silent[a.GPU] {
+			errs = append(errs, k.settle(ctx, a, d, runs, has))
+			continue
+		}
+		if (a.Phase == attached || a.moving()) && runs {
 			continue // it may have what the VM uses
 		}
-		errs = append(errs, k.settle(ctx, a, d, runs, has))
+		// All that is asked for of its process together: VMs that have parts of others start.
+		if until[a.GPU].IsZero() {
+			until[a.GPU] = time.Now().Add(hangsFor)
+		}
+		brief, cancel := context.WithDeadline(ctx, until[a.GPU])
+		errs = append(errs, k.settle(brief, a, d, runs, has))
+		cancel()
 	}
 	k.Settled.Store(true)
 	return errors.Join(errs...)
 }
 
+const (
+	answersWithin = 5 * time.Second // a process that is asked what it has
+	hangsFor      = time.Second     // the same, if it did not say so the last time
+)
+
 // look asks a GPU's process, and takes back parts that no record knows.
 func (k *Keeper) look(ctx context.Context, gpu string, has map[string]server.Status) error {
+	k.mu.Lock()
+	limit := answersWithin
+	if k.health[gpu] != "" {
+		limit = hangsFor
+	}
+	k.mu.Unlock()
 	p, err := k.Process(ctx, gpu)
 	var all []server.Status
 	if err == nil {
-		all, err = p.List(ctx)
+		asked, cancel := context.WithTimeout(ctx, limit)
+		all, err = p.List(asked)
+		cancel()
 	}
 	k.mu.Lock()
 	k.health[gpu] = ""
