@@ -285,6 +285,7 @@ func (c *carrier) run() error {
 	go c.lead()
 	go c.pushCallbacks()
 	go c.reportTaken()
+	go c.takeOver()
 	go c.guard()
 	done := make(chan error, 1)
 	go func() { done <- srv.Serve(control) }()

@@ -440,21 +440,22 @@ func (h *handed) take(name string) (*os.File, error) {
 	return f, nil
 }
 
-// guard is what an executor's is: it takes the executor's lock, and decides what becomes of
-// the session if gpuguest ends in the middle of a swap.
+// takeOver takes the executor's lock, as an executor does. It waits for nothing else, not for a connection either.
+func (c *carrier) takeOver() {
+	shm.Take(c.locks, wire.LockExecutor, func() bool { return c.active.Load() && c.ring.Owner() == c.cfg.Generation }, c.over)
+}
+
+// guard is what an executor's is: it decides what becomes of the session if gpuguest ends in the middle of a swap.
 func (c *carrier) guard() {
-	fd, held, orphan := c.locks, false, 0
+	orphan := 0
 	for !c.over() {
 		time.Sleep(100 * time.Millisecond)
 		mine := c.ring.Owner() == c.cfg.Generation
-		if c.active.Load() && mine && !held {
-			held = shm.LockByte(fd, wire.LockExecutor) == nil
-		}
 		if c.active.Load() {
 			_, _ = c.freeLanes(false)
 		}
 		c.reclaim()
-		managed, err := shm.Locked(fd, wire.LockManager)
+		managed, err := shm.Locked(c.locks, wire.LockManager)
 		if err != nil || managed || c.active.Load() && !c.gate.closed.Load() {
 			orphan = 0
 			continue

@@ -95,6 +95,7 @@ func Main(ctx context.Context, cfg Config) error {
 	go func() { _ = handover.Serve(files, s.handed.put) }()
 	go s.watchEvents()
 	go s.pushCallbacks()
+	go s.takeOver()
 	go s.guard()
 	done := make(chan error, 1)
 	go func() { done <- srv.Serve(control) }()
@@ -319,18 +320,19 @@ func (s *session) resumeClock() {
 	}
 }
 
+// takeOver takes the executor's lock when this executor serves the session and its predecessor has ended. It waits for nothing else,
+// not for a call of the runtime that has s.mu either: the application gives up a session whose lock is free for five seconds.
+func (s *session) takeOver() {
+	shm.Take(s.host.locks, wire.LockExecutor, func() bool { return s.active.Load() && s.ring.Owner() == s.cfg.Generation }, s.closed.Load)
+}
+
 // guard decides what becomes of an executor if gpuguest ends in the middle of a swap: the
 // executor that the ring's owner word names serves the session; any other one ends.
 func (s *session) guard() {
-	fd := s.host.locks
-	held := false
 	orphan := 0
 	for !s.closed.Load() {
 		time.Sleep(100 * time.Millisecond)
 		mine := s.ring.Owner() == s.cfg.Generation
-		if s.active.Load() && mine && !held {
-			held = shm.LockByte(fd, wire.LockExecutor) == nil
-		}
 		s.mu.Lock()
 		if len(s.parked) > 0 && s.active.Load() && !s.gate.Load() {
 			s.advance() // a client may have freed a lane that was given up
@@ -338,7 +340,7 @@ func (s *session) guard() {
 		idle := s.frozen || !s.active.Load()
 		ready := s.prepared
 		s.mu.Unlock()
-		managed, err := shm.Locked(fd, wire.LockManager)
+		managed, err := shm.Locked(s.host.locks, wire.LockManager)
 		if err != nil || managed || !idle {
 			orphan = 0
 			continue

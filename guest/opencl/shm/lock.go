@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"strconv"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -38,6 +39,17 @@ func LockByte(fd int, off int64) error {
 		return fmt.Errorf("lock byte %d: %w", off, err)
 	}
 	return nil
+}
+
+// Take locks a byte as soon as it is wanted and nobody else has its lock, and returns then, or when that is
+// over. It looks every tenth of a second.
+func Take(fd int, off int64, wanted, over func() bool) {
+	for !over() {
+		if wanted() && LockByte(fd, off) == nil {
+			return
+		}
+		time.Sleep(100 * time.Millisecond)
+	}
 }
 
 // UnlockByte releases the lock of a byte.
