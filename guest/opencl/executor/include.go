@@ -29,10 +29,13 @@ import (
 const (
 	fileMark   = "//"
 	includeDir = "include"
-	// maxIncluded is how many bytes of files stay, which are in memory. Those that were needed within includedRest
-	// stay in any case: something may be built with them, by the other executor of a swap, too.
+	// maxIncluded is how many bytes of files stay, which are in memory. Of those that were needed within includedRest more
+	// do: something may be built with them, by the other executor of a swap, too.
 	maxIncluded  = 64 << 20
+	mostIncluded = 4 * maxIncluded
 	includedRest = time.Minute
+	// maxPlaces is how many files and folders a program may need, which are more than their names' bytes in memory.
+	maxPlaces = 1 << 17
 )
 
 // inclusion is what a build includes of the application's files.
@@ -202,13 +205,39 @@ func word(o string) (w, rest string) {
 
 // lay writes the files of a program, and of those that it is made of, into the session's folder.
 func (s *session) lay(x *portable.Program) error {
+	if n := places(x); n > maxPlaces {
+		return fmt.Errorf("included files: %d of them and of their folders, more than %d: %w", n, maxPlaces, portable.ErrLimit)
+	}
+	return s.layAll(x)
+}
+
+// places returns at most how many files and folders lay makes.
+func places(x *portable.Program) (n int) {
 	for i := range x.Inputs {
-		if err := s.lay(&x.Inputs[i]); err != nil {
+		n += places(&x.Inputs[i])
+	}
+	any := false
+	for i := range x.Headers {
+		n += places(&x.Headers[i].Program)
+		if isFile(x.Headers[i].Name) {
+			any = true
+			n += strings.Count(x.Headers[i].Name, "/")
+		}
+	}
+	if any { // folders that it names, some of them by two names
+		n += 2*strings.Count(x.Options, "/") + strings.Count(x.Options, "%2F")
+	}
+	return n
+}
+
+func (s *session) layAll(x *portable.Program) error {
+	for i := range x.Inputs {
+		if err := s.layAll(&x.Inputs[i]); err != nil {
 			return err
 		}
 	}
 	for i := range x.Headers {
-		if err := s.lay(&x.Headers[i].Program); err != nil {
+		if err := s.layAll(&x.Headers[i].Program); err != nil {
 			return err
 		}
 	}
@@ -297,7 +326,7 @@ func (c *included) trim(dir string) {
 	}
 	slices.SortFunc(names, func(a, b string) int { return when[a].Compare(when[b]) })
 	for _, name := range names {
-		if total <= maxIncluded || time.Since(when[name]) < includedRest {
+		if total <= maxIncluded || total <= mostIncluded && time.Since(when[name]) < includedRest {
 			return
 		}
 		_ = os.RemoveAll(filepath.Join(dir, name))

@@ -2,6 +2,8 @@ package executor
 
 import (
 	"bytes"
+	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -134,6 +136,33 @@ func TestIncludedFilesOfEarlierBuildsAreRemoved(t *testing.T) {
 	}
 	if _, err := os.Stat(first); err != nil {
 		t.Error(err)
+	}
+	s.included.sizes[filepath.Base(first)] = mostIncluded // it has gone on so fast that all of them are new
+	x := portable.Program{Headers: []portable.Header{{Name: "//a.h"}}}
+	if err := s.lay(&x); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(first); err == nil {
+		t.Error("files of more than mostIncluded bytes stay")
+	}
+}
+
+// A container of some MiB could have millions of folders made, each of which takes more memory than its name.
+func TestProgramThatNeedsMillionsOfFoldersIsRefused(t *testing.T) {
+	s := &session{cfg: Config{Dir: t.TempDir()}}
+	deep := strings.Repeat("/a", 1000)
+	x := portable.Program{}
+	for i := range 200 {
+		x.Headers = append(x.Headers, portable.Header{Name: fmt.Sprintf("//%d%s", i, deep)})
+	}
+	y := portable.Program{Headers: []portable.Header{{Name: "//a"}}}
+	for i := range 200 {
+		y.Options += fmt.Sprintf("-I %s/%d%s ", root(y.Headers), i, deep)
+	}
+	for _, x := range []portable.Program{x, y, {Inputs: []portable.Program{x}}, {Headers: []portable.Header{{Name: "a", Program: y}}}} {
+		if err := s.lay(&x); !errors.Is(err, portable.ErrLimit) {
+			t.Error(err)
+		}
 	}
 }
 
