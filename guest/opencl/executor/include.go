@@ -10,6 +10,7 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -73,6 +74,9 @@ func isFile(name string) bool {
 	return ok && path != "" && filepath.Clean("/"+path) == "/"+path
 }
 
+// rootSize is how many bytes of the sum of a program's files name their folder.
+const rootSize = 16
+
 // root is the folder of a program's files; empty if it has none.
 func root(hs []portable.Header) string {
 	h, any := sha256.New(), false
@@ -89,7 +93,7 @@ func root(hs []portable.Header) string {
 	if !any {
 		return ""
 	}
-	return filepath.Join(includeDir, hex.EncodeToString(h.Sum(nil)[:16]))
+	return filepath.Join(includeDir, hex.EncodeToString(h.Sum(nil)[:rootSize]))
 }
 
 // options returns options with which a runtime finds the files. Each folder in which it is to look
@@ -165,6 +169,20 @@ func layFolder(dir, name string) error {
 		return err
 	}
 	return nil
+}
+
+// laidPath matches the beginning of a file's path where a runtime has it from.
+var laidPath = regexp.MustCompile(includeDir + `/[0-9a-f]{32}/(%[^/:\s]*)?`)
+
+// readable names files in a log as the application has them.
+func readable(log string) string {
+	return laidPath.ReplaceAllStringFunc(log, func(at string) string {
+		name := at[len(includeDir)+len("/")+2*rootSize+len("/"):]
+		if path, err := url.PathUnescape(name); err == nil && path != "" {
+			return path
+		}
+		return "/" + name
+	})
 }
 
 // again returns the options of a build, given o, of a program that came as a binary, and the files

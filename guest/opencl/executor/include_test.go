@@ -102,6 +102,26 @@ func TestIncludedFilesOfAFolderWithABlankInItsName(t *testing.T) {
 	}
 }
 
+// The log named a file that the application cannot find: where the executor has it.
+func TestBuildLogNamesIncludedFilesAsTheApplicationHasThem(t *testing.T) {
+	c := newClient(t)
+	s := c.in(1, t.TempDir())
+	s.activate()
+	ctx, _, _ := c.setup(0)
+	file := c.program(ctx, "\n#error here it is\n")
+	for _, cwd := range []string{"/home/me", "/home/My Project"} {
+		p := c.program(ctx, "#include \"sub/a.h\"\nkernel void f() {}")
+		slot := c.start(&wire.BuildWithFiles{Program: p, Files: []uint32{file}, Paths: []byte("/" + cwd + "/sub/a.h\x00" + cwd + "\x00")})
+		if st, _ := c.answer(slot); st != cl.BuildProgramFailure {
+			t.Errorf("%v", st)
+		}
+		log := cl.CString(c.call(&wire.BuildInfo{Program: p, Device: 1, Param: cl.ProgramBuildLog}))
+		if !strings.Contains(log, " "+cwd+"/sub/a.h:2:") || strings.Contains(log, includeDir+"/") {
+			t.Errorf("%s", log)
+		}
+	}
+}
+
 // A program that writes a header anew and builds, again and again, filled the memory of the VM: the session's folder is
 // there, and all files stayed.
 func TestIncludedFilesOfEarlierBuildsAreRemoved(t *testing.T) {

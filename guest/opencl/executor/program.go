@@ -225,7 +225,7 @@ func (p *program) finishBuild(ds []*device, options string) {
 			continue
 		}
 		if v, st := cl.GetProgramBuildInfo(p.vendor, d.vendor, cl.ProgramBuildLog); st == cl.Success {
-			b.Log = cl.CString(v)
+			b.Log = readable(cl.CString(v))
 		}
 		if v, st := cl.GetProgramBuildInfo(p.vendor, d.vendor, cl.ProgramBinaryType); st == cl.Success && len(v) >= 4 {
 			b.Type = cl.Uint32(v)

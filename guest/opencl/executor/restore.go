@@ -549,7 +549,7 @@ func (s *session) rebuild(p *program, g *gProgram, ok, failed bool) error {
 	if st := cl.BuildProgram(p.vendor, vendorIDs(ds), s.quirk.options(p.content.Options)); st != cl.Success {
 		log := ""
 		if b, st := cl.GetProgramBuildInfo(p.vendor, ds[0].vendor, cl.ProgramBuildLog); st == cl.Success {
-			log = strings.TrimSpace(cl.CString(b))
+			log = strings.TrimSpace(readable(cl.CString(b)))
 		}
 		return fmt.Errorf("program %d does not build (%w): %.400s: %w", p.id, st, log, ErrRefused)
 	}
