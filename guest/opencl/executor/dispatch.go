@@ -305,8 +305,15 @@ func (s *session) releaseSamplers() {
 }
 
 func (s *session) dropEvent(e *event) {
-	if e.dead && e.users == 0 && e.vendor != 0 {
+	if !e.dead || e.users > 0 {
+		return
+	}
+	if e.vendor != 0 {
 		cl.ReleaseEvent(e.vendor)
 		e.vendor = 0
+	}
+	if s.ghosts[e.ghost] == e {
+		delete(s.ghosts, e.ghost)
+		s.endLeft()
 	}
 }

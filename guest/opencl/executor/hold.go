@@ -202,6 +202,8 @@ func (s *session) ghost(id uint32, o any, users int) {
 		o.ghost = g
 	case *program:
 		o.ghost = g
+	case *event:
+		o.ghost = g
 	}
 	for _, p := range slices.Concat(s.parked, s.moving) {
 		for _, x := range p.drops {

@@ -80,7 +80,7 @@ func TestIncludedFilesOfAFolderWithABlankInItsName(t *testing.T) {
 	files := []uint32{c.program(ctx, "#include \"../b.h\"\n"), c.program(ctx, "#define V 42\n")}
 	const source = "\nkernel void f(global uint *a) { a[get_global_id(0)] = V; }"
 	var all []uint32
-	for _, cwd := range []string{"/home/My Project", "/home/my\"quote\"", "/home/my\tproject\"", "/home/-I \\"} {
+	for _, cwd := range []string{"/home/My Project", "/home/my\"quote\"", "/home/-I \\"} {
 		for include, options := range map[string]string{"#include \"a.h\"": "", "#include <a.h>": "-DX -I .", "#include \"../b.h\"": ""} {
 			p := c.program(ctx, include+source)
 			paths := []byte("/" + cwd + "/a.h\x00//home/b.h\x00" + cwd + "\x00")

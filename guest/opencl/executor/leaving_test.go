@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"net"
 	"path/filepath"
+	"slices"
 	"testing"
 	"time"
 
@@ -143,6 +144,46 @@ func TestContextReleasedWhileABufferOfItIsMadeReadyIsGivenBack(t *testing.T) {
 	c.post(&wire.Release{ID: ctx})
 	c.call(&wire.DeviceTimer{Device: 1}) // all earlier requests have run when it returns
 	s.pins.mu.Unlock()
+	testkit.Until(t, "the context is given back", func() error {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return testkit.Want(len(s.ghosts)+len(s.leaving) == 0, s.ghosts, s.leaving)
+	})
+}
+
+// An event that one thread releases while another waits for it, as a program that measures does, stayed for ever,
+// and with it the context that had been released by then.
+func TestContextOfAnEventReleasedWhileItIsWaitedForIsGivenBack(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, q, k := c.setup(cl.QueueProfilingEnable)
+	b := c.buffer(ctx, 4096)
+	first, e := c.id(), c.id()
+	c.launch(q, k, b, 1, 16, first)
+	c.call(&wire.Finish{Queue: q})
+	c.call(&wire.EventProfiling{Event: first})
+	end := c.spin(s, ctx, q, b, e)
+	slot := c.start(&wire.WaitEvents{Wait: []uint32{e}})
+	testkit.Until(t, "it is waited for", func() (err error) {
+		inside(s, e, func(e *event) { err = testkit.Want(e.users == 1, e.users) })
+		return err
+	})
+	s.mu.Lock()
+	var all []uint32
+	for id, o := range s.objs {
+		if _, ok := o.(*clContext); o != nil && id >= wire.FirstID && !ok {
+			all = append(all, uint32(id))
+		}
+	}
+	s.mu.Unlock()
+	slices.Reverse(all) // kernels before their programs
+	for _, id := range append(all, ctx) {
+		c.post(&wire.Release{ID: id})
+	}
+	c.call(&wire.DeviceTimer{Device: 1}) // all earlier requests have run when it returns
+	end()
+	c.answer(slot)
 	testkit.Until(t, "the context is given back", func() error {
 		s.mu.Lock()
 		defer s.mu.Unlock()

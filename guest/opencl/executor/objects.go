@@ -269,6 +269,7 @@ type event struct {
 	timed  bool
 	users  int // parked requests that wait for it
 	dead   bool
+	ghost  uint32 // its id after the release
 }
 
 // call is one request as it was received.

@@ -149,6 +149,8 @@ func (s *session) set(id uint32, serial uint64, o any) {
 			o.ghost = id
 		case *program:
 			o.ghost, o.dead = id, true
+		case *event:
+			o.ghost = id
 		case *clContext:
 			s.leaving = append(s.leaving, o)
 		}
