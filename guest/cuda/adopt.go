@@ -74,17 +74,17 @@ func (m *Manager) adopt(ctx context.Context, req *gpuctlv1.AdoptRequest, by *gpu
 		jobs = append(jobs, j)
 	}
 	found := false
-	for _, j := range jobs {
-		s, rs, err := m.adoptJob(ctx, c, j, req, by)
+	for i, a := range m.adoptJobs(ctx, c, jobs, req, by) {
+		j, rs := jobs[i], a.rs
 		switch {
-		case err != nil && req.GetAll() && ctx.Err() == nil:
+		case a.err != nil && req.GetAll() && ctx.Err() == nil:
 			// Its user can end its helpers, and must not keep others' jobs from being adopted.
-			rs.add(ReasonState, "%v", err)
+			rs.add(ReasonState, "%v", a.err)
 			refuse(j.Root.PID, j.Holders[0].Command, rs)
-		case err != nil:
-			return nil, err
-		case s != nil:
-			resp.Sessions = append(resp.Sessions, s)
+		case a.err != nil:
+			return nil, a.err
+		case a.s != nil:
+			resp.Sessions = append(resp.Sessions, a.s)
 		case slices.ContainsFunc(rs, func(r *gpuctlv1.Reason) bool { return r.Code == ReasonNoCUDA }) && req.GetAll():
 			continue // a service that looks after GPUs
 		default:
@@ -102,6 +102,61 @@ func (m *Manager) adopt(ctx context.Context, req *gpuctlv1.AdoptRequest, by *gpu
 		refuse(pid, "", rs)
 	}
 	return resp, nil
+}
+
+// adopted is what has become of a job.
+type adopted struct {
+	s   *gpuctlv1.Session
+	rs  reasons
+	err error
+}
+
+// atOnce is how many jobs of a user are adopted at a time.
+const atOnce = 4
+
+// adoptJobs makes sessions of jobs. If they are all that there are, some users may stop the helpers that ask for
+// their processes: others' do not wait for these, and the caller gets an answer in time.
+func (m *Manager) adoptJobs(ctx context.Context, c *machine, jobs []*holders.Job, req *gpuctlv1.AdoptRequest, by *gpuctlv1.OfferRequest) []adopted {
+	if end, ok := ctx.Deadline(); ok && req.GetAll() {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithDeadline(ctx, end.Add(-time.Until(end)/4))
+		defer cancel()
+	}
+	turns := map[uint32]chan struct{}{}
+	answers := make([]chan adopted, len(jobs))
+	for i, j := range jobs {
+		turn := turns[j.Holders[0].UID]
+		if turn == nil {
+			turn = make(chan struct{}, atOnce)
+			turns[j.Holders[0].UID] = turn
+		}
+		answer := make(chan adopted, 1)
+		answers[i] = answer
+		go func() { // a helper that is stopped is waited for for longer than the caller waits
+			select {
+			case turn <- struct{}{}:
+				defer func() { <-turn }()
+			case <-ctx.Done():
+				return
+			}
+			var a adopted
+			a.s, a.rs, a.err = m.adoptJob(ctx, c, j, req, by)
+			answer <- a
+		}()
+	}
+	out := make([]adopted, len(jobs))
+	for i, answer := range answers {
+		select {
+		case out[i] = <-answer:
+		case <-ctx.Done():
+			select {
+			case out[i] = <-answer:
+			default:
+				out[i].err = fmt.Errorf("the driver has not said its state yet: %w", ctx.Err())
+			}
+		}
+	}
+	return out
 }
 
 // checkProcess checks the pid that was named.
@@ -181,6 +236,9 @@ func (m *Manager) adoptJob(ctx context.Context, c *machine, j *holders.Job, req 
 	}
 	m.adopting.Lock() // two calls must not make two sessions of one process
 	defer m.adopting.Unlock()
+	if err := ctx.Err(); err != nil {
+		return nil, nil, err // who asked for it has an answer
+	}
 	for _, h := range j.Holders { // another call may have been faster
 		if s := m.sessionOf(h.PID, h.Start); s != nil {
 			return s.snapshot(), nil, nil

@@ -1,6 +1,7 @@
 package cuda
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -101,11 +102,15 @@ func TestNoSessionBeginsByAnOfferThatWasReplaced(t *testing.T) {
 
 // stopHelpers has each helper stopped that asks for a process, and returns the file which then is
 // there.
-func (r *rig) stopHelpers(pid int) (stopped string) {
+func (r *rig) stopHelpers(pids ...int) (stopped string) {
 	r.t.Helper()
 	h := r.m.cfg.Helper
 	stopped = filepath.Join(r.dir, "stopped")
-	script := fmt.Sprintf(`in=$(cat); case "$in" in *'"pid":%d,'*) echo $$ >> %s; kill -STOP $$;; esac; printf %%s "$in" | "%s" helper "$1"`, pid, stopped, h.Path)
+	var those []string
+	for _, pid := range pids {
+		those = append(those, fmt.Sprintf(`*'"pid":%d,'*`, pid))
+	}
+	script := fmt.Sprintf(`in=$(cat); case "$in" in %s) echo $$ >> %s; kill -STOP $$;; esac; printf %%s "$in" | "%s" helper "$1"`, strings.Join(those, "|"), stopped, h.Path)
 	r.m.ask.Helper = ask.Helper{Path: "/bin/sh", Args: []string{"-c", script, "sh"}, Env: h.Env}
 	r.t.Cleanup(func() { // before the manager waits for it
 		b, err := os.ReadFile(stopped)
@@ -138,6 +143,23 @@ func TestHelperOfOneJobThatIsStoppedKeepsNobodyWaiting(t *testing.T) {
 		t.Errorf("%v", s)
 	}
 	r.adopt(q.pid)
+}
+
+// Nor may an operator that adopts all that there is, who waits for a while only.
+func TestHelpersThatAreStoppedKeepNoOthersFromBeingAdopted(t *testing.T) {
+	r := newRig(t, func(c *Config) { c.Deadlines.State = 5 * time.Second })
+	var bad []int
+	for range 3 {
+		bad = append(bad, r.start(nil).pid)
+	}
+	good := r.start(nil).pid
+	r.stopHelpers(bad...)
+	ctx, cancel := context.WithTimeout(t.Context(), 12*time.Second)
+	defer cancel()
+	resp, err := r.m.Adopt(ctx, &gpuctlv1.AdoptRequest{All: true, Look: true})
+	if err != nil || len(resp.GetSessions()) != 1 || int(resp.GetSessions()[0].GetPid()) != good || len(resp.GetRefused()) != len(bad) {
+		t.Errorf("%v, %v", resp, err)
+	}
 }
 
 // What a VM offers is for all its users, and is one offer. A user who stops the helpers that ask for
