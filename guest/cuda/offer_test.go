@@ -147,14 +147,14 @@ func TestHelperOfOneJobThatIsStoppedKeepsNobodyWaiting(t *testing.T) {
 
 // Nor may an operator that adopts all that there is, who waits for a while only.
 func TestHelpersThatAreStoppedKeepNoOthersFromBeingAdopted(t *testing.T) {
-	r := newRig(t, func(c *Config) { c.Deadlines.State = 5 * time.Second })
+	r := newRig(t, func(c *Config) { c.Deadlines.State = 8 * time.Second })
 	var bad []int
 	for range 3 {
 		bad = append(bad, r.start(nil).pid)
 	}
 	good := r.start(nil).pid
 	r.stopHelpers(bad...)
-	ctx, cancel := context.WithTimeout(t.Context(), 12*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
 	resp, err := r.m.Adopt(ctx, &gpuctlv1.AdoptRequest{All: true, Look: true})
 	if err != nil || len(resp.GetSessions()) != 1 || int(resp.GetSessions()[0].GetPid()) != good || len(resp.GetRefused()) != len(bad) {

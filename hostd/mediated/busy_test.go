@@ -122,7 +122,7 @@ func TestProcessThatHangsKeepsNoVMsOfOtherGPUsWaiting(t *testing.T) {
 		}
 		return w, nil
 	}
-	for i, most := range []time.Duration{15 * time.Second, 3 * time.Second} { // the second time it is known to hang
+	for i, most := range []time.Duration{20 * time.Second, 10 * time.Second} { // the second time it is known to hang
 		w.domains["uuid-web"] = Domain{ID: uint16(5 + i), Paused: true, HVM: true}
 		began := time.Now()
 		err := w.k.Reconcile(t.Context())

@@ -3,6 +3,7 @@ package mediated
 import (
 	"context"
 	"errors"
+	"io"
 	"testing"
 	"time"
 
@@ -34,7 +35,7 @@ func computes(t *testing.T, d *xentest.Domain, lasts time.Duration) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	time.Sleep(50 * time.Millisecond)
+	time.Sleep(200 * time.Millisecond) // until it has begun
 }
 
 func (h *host) state() server.State {
@@ -51,17 +52,18 @@ func TestPartThatIsStillBeingParkedForAHostdThatIsGoneIsNotLost(t *testing.T) {
 	for name, over := range map[string]bool{"the migration goes on": false, "it has ended": true} {
 		t.Run(name, func(t *testing.T) {
 			home, _, d := pair(t, 5)
-			computes(t, d, 1500*time.Millisecond)
+			computes(t, d, 4*time.Second)
 			ctx, cancel := context.WithCancel(t.Context())
 			ended := make(chan error, 1)
 			go func() {
 				_, err := home.k.ParkParts(ctx, web, "m-1")
 				ended <- err
 			}()
+			id := home.k.of(func(*assignment) bool { return true })[0].ID
 			testkit.Until(t, "it is being parked", func() error {
-				return testkit.Want(len(home.k.of(func(a *assignment) bool { return a.Phase == parked })) == 1)
+				err := home.client.Save(t.Context(), id, io.Discard)
+				return testkit.Want(errors.Is(err, server.ErrAgain), err)
 			})
-			time.Sleep(100 * time.Millisecond)
 			cancel()
 			if err := <-ended; err == nil {
 				t.Fatal("it is parked already")
