@@ -222,14 +222,10 @@ func (s *session) waitEvents(c call, m *wire.WaitEvents) (outcome, error) {
 	if failed { // the others are waited for all the same: the application may free what they use
 		st = cl.ExecStatusErrorForEventsInWaitList
 	}
-	if len(evs) == 0 { // the library waits for transfers to end, and some runtimes begin them only after a flush
-		for _, c := range s.contexts() {
-			for _, q := range c.queues {
-				if q.busy() {
-					cl.Flush(q.vendor)
-				}
-			}
-		}
+	if len(m.Wait) == 0 { // the library waits for transfers to end, and some runtimes begin them only after a flush
+		s.flushBusy()
+	}
+	if len(evs) == 0 {
 		s.settleAll()
 		return done(st), nil
 	}
@@ -246,6 +242,16 @@ func (s *session) waitEvents(c call, m *wire.WaitEvents) (outcome, error) {
 		s.dropEvent(e)
 		return times
 	}), nil
+}
+
+func (s *session) flushBusy() {
+	for _, c := range s.contexts() {
+		for _, q := range c.queues {
+			if q.busy() {
+				cl.Flush(q.vendor)
+			}
+		}
+	}
 }
 
 // timedAlone returns the event that is waited for, if it is the only one and the
