@@ -124,7 +124,11 @@ func (h *cudaHost) start() {
 	}
 	h.pid = cmd.Process.Pid
 	go func() { _ = cmd.Wait() }()
-	h.t.Cleanup(func() { _ = syscall.Kill(h.pid, syscall.SIGKILL) })
+	h.t.Cleanup(func() { // it may have ended, and its id may be another's: criu makes it anew, so there is no other handle
+		if exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", h.pid)); err == nil && exe == cmd.Path {
+			_ = syscall.Kill(h.pid, syscall.SIGKILL)
+		}
+	})
 	h.more()
 }
 
