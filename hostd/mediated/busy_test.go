@@ -9,15 +9,22 @@ import (
 	"github.com/gpuctl/gpuctl/mmio/server"
 )
 
-// A VM that is parked for its migration decides how long its command runs. One that starts meanwhile would
-// run without its part.
-func TestVMStartsWithItsPartWhileAnotherOnesCommandKeepsItFromBeingParked(t *testing.T) {
+// newWorldOfTwo returns a world in which the VM web runs with its part, and db has one for its start.
+func newWorldOfTwo(t *testing.T) *world {
+	t.Helper()
 	w := newWorld(t)
 	w.give("web")
 	w.domains["uuid-web"] = Domain{ID: 5, Paused: true, HVM: true}
 	w.reconcile()
 	w.domains["uuid-web"] = Domain{ID: 5, HVM: true}
 	w.give("db")
+	return w
+}
+
+// A VM that is parked for its migration decides how long its command runs. One that starts meanwhile would
+// run without its part.
+func TestVMStartsWithItsPartWhileAnotherOnesCommandKeepsItFromBeingParked(t *testing.T) {
+	w := newWorldOfTwo(t)
 	parking, over := make(chan struct{}), make(chan struct{})
 	w.onDo = func(call string) {
 		if call == "park" {
@@ -96,11 +103,13 @@ func TestVMStartsWithItsPartWhileTheClusterDoesNotAnswerForAnotherOnes(t *testin
 // hangs is a process that takes connections and does not answer, as one that was stopped.
 type hangs struct{ Process }
 
-func (hangs) List(ctx context.Context) ([]server.Status, error) { return nil, hang(ctx) }
-func (hangs) Detach(ctx context.Context, _ string) error        { return hang(ctx) }
+func (hangs) List(ctx context.Context) ([]server.Status, error) { return nil, hang(ctx, clientWaits) }
+func (hangs) Detach(ctx context.Context, _ string) error        { return hang(ctx, clientWaits) }
 
-func hang(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, 30*time.Second) // as server.Client does
+const clientWaits = 30 * time.Second // that is what server.Client does
+
+func hang(ctx context.Context, most time.Duration) error {
+	ctx, cancel := context.WithTimeout(ctx, most)
 	defer cancel()
 	<-ctx.Done()
 	return ctx.Err()

@@ -129,12 +129,7 @@ func (l *late) Park(ctx context.Context, id string) ([]byte, error) {
 // A part goes on when the command of its VM that runs has ended. One that starts meanwhile would run
 // without its part.
 func TestVMStartsWithItsPartWhileAnotherOnesCommandKeepsItFromGoingOn(t *testing.T) {
-	w := newWorld(t)
-	w.give("web")
-	w.domains["uuid-web"] = Domain{ID: 5, Paused: true, HVM: true}
-	w.reconcile()
-	w.domains["uuid-web"] = Domain{ID: 5, HVM: true}
-	w.give("db")
+	w := newWorldOfTwo(t)
 	w.k.Process = func(context.Context, string) (Process, error) { return keeps{w}, nil }
 	if _, err := w.k.ParkParts(t.Context(), w.vms["web"].VM, "m-1"); err != nil {
 		t.Fatal(err)
@@ -156,9 +151,4 @@ type keeps struct{ *world }
 
 func (keeps) Park(context.Context, string) ([]byte, error) { return make([]byte, 4096), nil }
 
-func (keeps) Resume(ctx context.Context, _ string) error {
-	ctx, cancel := context.WithTimeout(ctx, 20*time.Second) // as the process does
-	defer cancel()
-	<-ctx.Done()
-	return ctx.Err()
-}
+func (keeps) Resume(ctx context.Context, _ string) error { return hang(ctx, 20*time.Second) } // as the process does

@@ -43,34 +43,29 @@ func (s *session) renameDevice(d *device, id uint32) {
 // in g: the application has released them since. What they still have would be in another
 // context than what is created now, and the commands of both would be refused.
 func (s *session) follow(g *graph) {
-	is := func(c *clContext, id uint32) {
-		if c.id != id && id > wire.MaxID && s.ghosts[id] == nil {
-			s.moveGhost(c.id, id, c)
-			c.id = id
+	is := func(id uint32, serial uint64, context uint32) {
+		if !s.have(id, serial) {
+			return
+		}
+		c := contextOf(s.object(id))
+		if c != nil && s.moveGhost(c.id, context, c) {
+			c.id = context
 			if !slices.Contains(s.leaving, c) {
 				s.leaving = append(s.leaving, c)
 			}
 		}
 	}
 	for _, x := range g.Queues {
-		if q := lookup[queue](s, x.ID); q != nil && s.have(x.ID, x.Serial) {
-			is(q.ctx, x.Context)
-		}
+		is(x.ID, x.Serial, x.Context)
 	}
 	for i := range g.Mems {
-		if m := lookup[mem](s, g.Mems[i].ID); m != nil && s.have(g.Mems[i].ID, g.Mems[i].Serial) {
-			is(m.ctx, g.Mems[i].Context)
-		}
+		is(g.Mems[i].ID, g.Mems[i].Serial, g.Mems[i].Context)
 	}
 	for _, x := range g.Samplers {
-		if m := lookup[sampler](s, x.ID); m != nil && s.have(x.ID, x.Serial) {
-			is(m.ctx, x.Context)
-		}
+		is(x.ID, x.Serial, x.Context)
 	}
 	for i := range g.Programs {
-		if p := lookup[program](s, g.Programs[i].ID); p != nil && s.have(g.Programs[i].ID, g.Programs[i].Serial) {
-			is(p.ctx, g.Programs[i].Context)
-		}
+		is(g.Programs[i].ID, g.Programs[i].Serial, g.Programs[i].Context)
 	}
 	parents := g.parents()
 	for _, x := range g.Contexts {
@@ -80,8 +75,7 @@ func (s *session) follow(g *graph) {
 		}
 		for i, id := range x.Devices {
 			for d := c.devices[i]; d != nil && d.parent != nil; d, id = d.parent, parents[id] {
-				if d.id != id && id > wire.MaxID && s.ghosts[id] == nil {
-					s.moveGhost(d.id, id, d)
+				if s.moveGhost(d.id, id, d) {
 					s.renameDevice(d, id)
 				}
 			}
@@ -89,14 +83,18 @@ func (s *session) follow(g *graph) {
 	}
 }
 
-// moveGhost makes an object a ghost with that id.
-func (s *session) moveGhost(from, id uint32, o any) {
+// moveGhost makes an object a ghost with that id, if it is a ghost's that no other has.
+func (s *session) moveGhost(from, id uint32, o any) (moved bool) {
+	if from == id || id <= wire.MaxID || s.ghosts[id] != nil {
+		return false
+	}
 	if from > wire.MaxID {
 		delete(s.ghosts, from)
 	} else if s.objs[from] == o {
 		s.objs[from] = nil
 	}
 	s.ghosts[id] = o
+	return true
 }
 
 // parents returns the sub-devices' parents by id.
@@ -129,6 +127,23 @@ func (s *session) ghostOf(o any) uint32 {
 	return wire.MaxID + s.ghostID
 }
 
+// contextOf returns the context in which an object was created; nil: it is in none, or is a kernel.
+func contextOf(o any) *clContext {
+	switch o := o.(type) {
+	case *queue:
+		return o.ctx
+	case *mem:
+		return o.ctx
+	case *sampler:
+		return o.ctx
+	case *program:
+		return o.ctx
+	case *event:
+		return o.ctx
+	}
+	return nil
+}
+
 func (s *session) leavingHas(d *device) bool {
 	return slices.ContainsFunc(s.leaving, func(c *clContext) bool {
 		return slices.ContainsFunc(c.devices, func(x *device) bool {
@@ -147,18 +162,7 @@ func (s *session) endLeft() {
 	}
 	used := map[*clContext]bool{}
 	for _, o := range s.ghosts {
-		switch o := o.(type) {
-		case *queue:
-			used[o.ctx] = true
-		case *mem:
-			used[o.ctx] = true
-		case *sampler:
-			used[o.ctx] = true
-		case *program:
-			used[o.ctx] = true
-		case *event:
-			used[o.ctx] = true
-		}
+		used[contextOf(o)] = true
 	}
 	s.leaving = slices.DeleteFunc(s.leaving, func(c *clContext) bool {
 		if len(c.queues) > 0 || used[c] {

@@ -123,19 +123,22 @@ var errHostile = errors.New("malformed request")
 
 // lookup returns the object with that id and type; nil if there is none.
 func lookup[T any](s *session, id uint32) *T {
+	o, _ := s.object(id).(*T)
+	return o
+}
+
+// object returns the object with that id; nil if there is none.
+func (s *session) object(id uint32) any {
 	if s.redo != nil {
 		if x, ok := s.redo.alias[id]; ok {
 			id = x
 		}
 	}
 	if id > wire.MaxID {
-		o, _ := s.ghosts[id].(*T)
-		return o
+		return s.ghosts[id]
 	}
 	if int64(id) < int64(len(s.objs)) {
-		if o, ok := s.objs[id].(*T); ok {
-			return o
-		}
+		return s.objs[id]
 	}
 	return nil
 }
