@@ -52,9 +52,9 @@ func (s *session) restore(g *graph, report progress) error {
 		return fmt.Errorf("executor %d: %w", g.Generation, err)
 	}
 	for i := range g.Mems {
-		if m := &g.Mems[i]; m.keeps(g.Final) {
-			if err := s.host.inherit(m.Arena, m.shadowSize()); err != nil {
-				return fmt.Errorf("memory object %d: %w", m.ID, err)
+		for _, x := range g.Mems[i].keeps(g.Final) {
+			if err := s.host.inherit(x.Off, x.Size); err != nil {
+				return fmt.Errorf("memory object %d: %w", g.Mems[i].ID, err)
 			}
 		}
 	}
@@ -338,7 +338,8 @@ func (s *session) restoreMem(g *gMem, final bool) (err error) {
 			return fmt.Errorf("memory object %d is another one than before: %w", g.ID, errGraph)
 		}
 		m.dead, m.callback = g.Dead, g.Callback
-		return s.adoptMaps(m, g, final)
+		m.adoptMaps(g, final)
+		return nil
 	}
 	c := lookup[clContext](s, g.Context)
 	if c == nil {
@@ -373,9 +374,6 @@ func (s *session) restoreMem(g *gMem, final bool) (err error) {
 	// Content that the session has in the arena stays where it is: the application may have
 	// pointers into it, and a move is not needed.
 	if g.Unified {
-		if err := s.host.inherit(g.Arena, g.shadowSize()); err != nil {
-			return fmt.Errorf("memory object %d: %w", g.ID, err)
-		}
 		m.arena, m.hasArena, m.inArena = g.Arena, true, true
 	}
 	var st cl.Status
@@ -395,7 +393,8 @@ func (s *session) restoreMem(g *gMem, final bool) (err error) {
 	}
 	stored = true
 	s.set(g.ID, g.Serial, m)
-	return s.adoptMaps(m, g, final)
+	m.adoptMaps(g, final)
+	return nil
 }
 
 func (g *gMem) shadowSize() uint64 {
@@ -403,15 +402,26 @@ func (g *gMem) shadowSize() uint64 {
 	return m.shadowSize()
 }
 
-// keeps reports whether the object's memory in the arena is taken over. Content always is,
-// and it never moves. A shadow (memory that has only a copy of mapped regions) is taken over
-// only if the application has it mapped, and only from the final graph: before that, its
-// owner may free it and put something else there.
-func (g *gMem) keeps(final bool) bool { return g.HasArena && (g.Unified || final && g.mapped) }
+// keeps lists the object's ranges in the arena that are taken over. Content always is, and it
+// never moves. A shadow (memory that has only a copy of mapped regions) and the ranges of
+// mappings from before a swap are taken over only if the application has the object mapped,
+// and only from the final graph: before that, their owner may free them and put something
+// else there.
+func (g *gMem) keeps(final bool) (out []span) {
+	mapped := final && g.mapped
+	if g.HasArena && (g.Unified || mapped) {
+		out = append(out, span{g.Arena, g.shadowSize()})
+	}
+	if mapped {
+		out = append(out, g.Extra...)
+	}
+	return out
+}
 
 // adoptMaps takes over the application's mappings. With the final graph, after which
-// nothing changes any more, it also takes over the memory of the mappings.
-func (s *session) adoptMaps(m *mem, g *gMem, final bool) error {
+// nothing changes any more, it also takes over the memory of the mappings, which is reserved
+// already.
+func (m *mem) adoptMaps(g *gMem, final bool) {
 	if m.maps == nil || len(m.maps)+len(g.Maps) > 0 {
 		m.maps = map[uint32]*mapping{}
 	}
@@ -420,23 +430,16 @@ func (s *session) adoptMaps(m *mem, g *gMem, final bool) error {
 		m.maps[mp.ID] = &mp
 	}
 	if !final || !g.mapped {
-		return nil
+		return
 	}
-	take := slices.Clone(g.Extra)
+	m.extra = slices.Clone(g.Extra)
 	if g.HasArena && !g.Unified {
 		if m.kind == memBuffer && m.unified || m.hasArena {
-			take = append(take, span{g.Arena, g.shadowSize()})
+			m.extra = append(m.extra, span{g.Arena, g.shadowSize()})
 		} else {
 			m.arena, m.hasArena = g.Arena, true
 		}
 	}
-	for _, x := range take {
-		if err := s.host.inherit(x.Off, x.Size); err != nil {
-			return fmt.Errorf("mapping of object %d: %w", m.id, err)
-		}
-	}
-	m.extra = take
-	return nil
 }
 
 // restorePrograms builds the programs that are built in the graph, several at once, because
