@@ -83,7 +83,7 @@ mixed-beside cuda-e2e-beside: %-beside:
 
 # Swaps that fail, between a device of each kind.
 mixed:
-	GPUCTL_TEST_MEMORY=mixed $(GO) test -count=1 -timeout $(LIMIT) -run '^TestFailedSwapsDoNotShow$$' -v ./test/e2e
+	GPUCTL_TEST_MEMORY=mixed GPUCTL_VERIFY=1 $(GO) test -count=1 -timeout $(LIMIT) -run '^TestFailedSwapsDoNotShow$$' -v ./test/e2e
 
 # The suite beside two busy loops per core, ROUNDS times in a row.
 ROUNDS ?= 3

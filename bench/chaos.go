@@ -84,7 +84,7 @@ func (b *bench) disturb(ctx context.Context, n int, seed uint64, args []string) 
 		// PoCL 5 aborts under several threads, natively too (docs/testing.md).
 		gpus = slices.DeleteFunc(gpus, func(id string) bool { return id == rig.Pthread })
 	}
-	r, err := rig.Start(ctx, rig.Options{Dir: filepath.Join(b.tmp, fmt.Sprint("c", seed)), Config: config, Env: []string{"GPUCTL_FAULTS=1"}})
+	r, err := rig.Start(ctx, rig.Options{Dir: filepath.Join(b.tmp, fmt.Sprint("c", seed)), Config: config, Env: chaos.Env(seed)})
 	if err != nil {
 		return res, nil, err
 	}
@@ -127,7 +127,7 @@ func (b *bench) disturb(ctx context.Context, n int, seed uint64, args []string) 
 		return res, nil, fmt.Errorf("%w; it printed %s; done to it:\n%s\nhostd: %s", err, ending(out.String(), 500), log.String(), ending(r.Log(), 4000))
 	}
 	if len(wrong) > 0 {
-		wrong = append(wrong, "done to it:\n"+log.String(), "hostd: "+ending(r.Log(), 6000))
+		wrong = append(wrong, "done to it:\n"+log.String(), "hostd: "+ending(r.Log(), 20000))
 	}
 	return res, wrong, nil
 }

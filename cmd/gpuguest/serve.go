@@ -48,6 +48,7 @@ GPU that the VM has been given, and the host over the VM's channel.`,
 				Launcher:    launcher,
 				Logger:      log,
 				Faults:      os.Getenv("GPUCTL_FAULTS") == "1",
+				Verify:      os.Getenv("GPUCTL_VERIFY") == "1",
 				CompileAnew: anew,
 				Sharing:     share,
 			}

@@ -5,12 +5,14 @@ import (
 	"crypto/sha256"
 	"errors"
 	"fmt"
+	"hash/crc32"
 	"io"
 	"net"
 	"net/http"
 	"os"
 	"runtime"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -43,6 +45,7 @@ type fakeLauncher struct {
 	final    bool               // blocked is for the next final Export
 	probe    *gpuctlv1.ProbeResponse
 	warmed   []string // dirs
+	loses    uint32   // generation of an executor whose device has not what it was sent
 	clings   uint32   // generation of an executor that ends only when let calls it
 	let      chan struct{}
 	loads    func() // called while an executor loads
@@ -617,6 +620,24 @@ func (e *fakeExecutor) Receive(_ context.Context, in *connect.ClientStream[gpuct
 	}
 	e.content, e.complete = string(b), true
 	return connect.NewResponse(&gpuctlv1.ReceiveResponse{Bytes: uint64(len(b))}), nil
+}
+
+func (e *fakeExecutor) Digest(context.Context, *connect.Request[gpuctlv1.DigestRequest]) (*connect.Response[gpuctlv1.DigestResponse], error) {
+	leave, err := e.enter("Digest")
+	if err != nil {
+		return nil, err
+	}
+	defer leave()
+	if !e.frozen && !(e.complete && !e.active) {
+		return nil, connect.NewError(connect.CodeFailedPrecondition, errors.New("its contents may change"))
+	}
+	has := e.content
+	if e.spec.Generation == e.l.loses {
+		has = strings.Repeat("\x00", len(has))
+	}
+	return connect.NewResponse(&gpuctlv1.DigestResponse{Objects: []*gpuctlv1.ObjectDigest{
+		{Id: 7, Bytes: uint64(len(has)), Sums: []uint32{crc32.ChecksumIEEE([]byte(has))}},
+	}}), nil
 }
 
 func (e *fakeExecutor) EndFetch(context.Context, *connect.Request[gpuctlv1.EndFetchRequest]) (*connect.Response[gpuctlv1.EndFetchResponse], error) {

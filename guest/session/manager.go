@@ -45,6 +45,7 @@ type Config struct {
 	Launcher    Launcher
 	Logger      *slog.Logger
 	Faults      bool   // allow fail_at
+	Verify      bool   // compare all contents after each swap
 	MaxSessions int    // at once; 0: 1024
 	Lender      Lender // nil: nothing is lent
 	CompileAnew bool   // do not keep what runtimes compile for the next session of a user's program

@@ -42,7 +42,8 @@ type session struct {
 	current  *executor   // nil while suspended or lost
 	all      []*executor // those that were started and may not have ended
 	op       *operation
-	transit  *transit // of op
+	digest   *gpuctlv1.DigestResponse // of what the former executor had; its operation's own
+	transit  *transit                 // of op
 	ending   bool
 	gone     chan struct{} // closed by release
 	ended    chan struct{} // closed when the session has been removed completely

@@ -104,6 +104,9 @@ func (w *suspending) steps(op *operation) []engine.Step {
 			if err != nil {
 				return err
 			}
+			if err := op.remember(ctx); err != nil {
+				return err
+			}
 			if w.part != "" {
 				if err := op.s.finishState(w.part, w.to); err != nil {
 					return err
@@ -258,7 +261,12 @@ func (w *resuming) steps(op *operation) []engine.Step {
 		{Name: stepPrepare, Run: func(ctx context.Context) error {
 			return op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph, Final: true}, op)
 		}},
-		{Name: stepLoad, Run: func(ctx context.Context) error { return w.load(ctx) }},
+		{Name: stepLoad, Run: func(ctx context.Context) error {
+			if err := w.load(ctx); err != nil {
+				return err
+			}
+			return op.verify(ctx)
+		}},
 		{Name: stepSwitch, Commit: true, Run: func(ctx context.Context) error {
 			op.s.mem.setState(wire.StateRunning)
 			if err := op.handOver(ctx, w.saved.Generation); err != nil {

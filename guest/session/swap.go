@@ -86,7 +86,13 @@ func (w *swapping) steps(op *operation) []engine.Step {
 			}
 			n, err := op.exportTo(ctx, &gpuctlv1.ExportRequest{Final: true})
 			op.result.BytesFrozen = n
-			return err
+			if err != nil {
+				return err
+			}
+			if err := op.remember(ctx); err != nil {
+				return err
+			}
+			return op.verify(ctx)
 		}},
 		{Name: stepSwitch, Commit: true, Run: func(ctx context.Context) error {
 			if err := op.handOver(ctx, op.source.gen); err != nil {

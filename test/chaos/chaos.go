@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"syscall"
@@ -65,7 +66,13 @@ type actor struct {
 	result  Result
 }
 
-// Run disturbs the only session of r, whose hostd must have GPUCTL_FAULTS=1 in
+// Env is what hostd must have in its environment. With every second seed, swaps are verified: it is seen in each that
+// contents are lost, whether the program looks at them or not. Without that, they are quicker.
+func Env(seed uint64) []string {
+	return []string{"GPUCTL_FAULTS=1", "GPUCTL_VERIFY=" + strconv.FormatUint(seed%2, 10)}
+}
+
+// Run disturbs the only session of r, whose hostd must have Env in
 // its environment, until the options say that it is enough or ctx ends. The
 // session is left running.
 func Run(ctx context.Context, r *rig.Rig, o Options) (Result, error) {
@@ -139,7 +146,7 @@ func (a *actor) one(ctx context.Context) error {
 		}
 		res, err = a.operate(opCtx, kind, to, fault, timeout)
 	}
-	what := kind
+	what := time.Now().UTC().Format("15:04:05.000 ") + kind
 	if fault != "" {
 		what += " with " + fault
 	}
@@ -154,6 +161,7 @@ func (a *actor) one(ctx context.Context) error {
 		}
 		a.Log("%s to %s: %v %s", what, to, err, res.GetError())
 	default:
+		a.Log("%s to %s: done", what, to)
 		a.result.Done++
 		a.result.Worst = max(a.result.Worst, time.Duration(res.GetStoppedNs()))
 	}

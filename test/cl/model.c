@@ -16,6 +16,7 @@
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdbool.h>
+#include <time.h>
 
 static const char *source =
     "__kernel void scramble(__global uint *a, uint k, uint n) { uint i = get_global_id(0); if (i < n) a[i] = a[i] * 2654435761u + k + i; }\n"
@@ -49,7 +50,8 @@ struct buffer {
 struct later {
     cl_event event;
     uint32_t *data, *want;
-    size_t n;
+    size_t n, from;
+    const struct buffer *b; /* that was read, from an element on; NULL: another object */
     const char *what;
 };
 
@@ -78,6 +80,7 @@ struct worker {
     double gate_until;
     struct mapping map;
     uint32_t *scratch;
+    unsigned doubtful; /* buffers of which a part was wrong */
 };
 
 static uint32_t rnd(struct worker *w) {
@@ -97,20 +100,36 @@ static size_t below(struct worker *w, size_t n) { return rnd(w) % n; }
         }                                                                                                                        \
     } while (0)
 
-static void wrong(struct worker *w, const char *what, size_t at, size_t n, uint32_t got, uint32_t want) {
+/* wrong says what is wrong, and when in the time of the daemon's log. */
+static void wrong(struct worker *w, const char *what, const char *how) {
+    struct timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
     bad++;
-    printf("BAD %s: thread %d, operation %ld, element %zu of %zu is %#x, not %#x\n", what, w->number, (long)ops, at, n, got, want);
+    printf("BAD %s: thread %d, operation %ld, at %02ld:%02ld:%02ld.%03ld: %s\n", what, w->number, (long)ops, t.tv_sec / 3600 % 24, t.tv_sec / 60 % 60, t.tv_sec % 60,
+           t.tv_nsec / 1000000, how);
     fflush(stdout);
 }
 
-/* same compares, and has the model follow what is there, so that each fault is told once. */
-static void same(struct worker *w, const char *what, const uint32_t *got, uint32_t *want, size_t n) {
+/* same compares what was read of a buffer from an element on, or of another object (NULL), and has the model follow what is
+ * there, so that each fault is told once. */
+static void same(struct worker *w, const char *what, const struct buffer *b, size_t from, const uint32_t *got, uint32_t *want, size_t n) {
+    char how[300], of[60] = "";
+    size_t first = n, last = 0, faults = 0, zeros = 0;
     if (!memcmp(got, want, n * 4))
         return;
-    size_t i = 0;
-    while (got[i] == want[i])
-        i++;
-    wrong(w, what, i, n, got[i], want[i]);
+    for (size_t i = 0; i < n; i++)
+        if (got[i] != want[i]) {
+            first = faults++ ? first : i;
+            last = i;
+            zeros += !got[i];
+        }
+    if (b) {
+        snprintf(of, sizeof of, ", which begins at %zu of the %zu of buffer %d", from, b->n, (int)(b - w->b));
+        w->doubtful |= 1u << (b - w->b);
+    }
+    snprintf(how, sizeof how, "element %zu of %zu is %#x, not %#x (%zu are wrong, up to element %zu, and %zu of them are 0)%s", first, n, got[first], want[first], faults, last,
+             zeros, of);
+    wrong(w, what, how);
     memcpy(want, got, n * 4);
 }
 
@@ -127,9 +146,9 @@ static void settle_first(struct worker *w) {
     cl_int status = 0;
     OK(clGetEventInfo(l.event, CL_EVENT_COMMAND_EXECUTION_STATUS, sizeof status, &status, NULL));
     if (status != CL_COMPLETE)
-        wrong(w, "status of a command that was waited for", 0, 1, (uint32_t)status, CL_COMPLETE);
+        wrong(w, "status of a command that was waited for", "it is not CL_COMPLETE");
     if (l.want)
-        same(w, l.what, l.data, l.want, l.n);
+        same(w, l.what, l.b, l.from, l.data, l.want, l.n);
     free(l.data);
     free(l.want);
     OK(clReleaseEvent(l.event));
@@ -155,7 +174,7 @@ static void keep(struct worker *w, cl_event e, uint32_t *data, uint32_t *want, s
         open_gate(w);
         settle_first(w);
     }
-    w->later[w->laters++] = (struct later){e, data, want, n, what};
+    w->later[w->laters++] = (struct later){.event = e, .data = data, .want = want, .n = n, .what = what};
 }
 
 static void make(struct worker *w, struct buffer *b) {
@@ -202,7 +221,8 @@ static void mix(struct worker *w, cl_command_queue q, cl_mem mem, uint32_t *mode
 
 static void read_whole(struct worker *w, struct buffer *b) {
     OK(clEnqueueReadBuffer(w->q, b->mem, CL_TRUE, 0, b->n * 4, w->scratch, 0, NULL, NULL));
-    same(w, "blocking read", w->scratch, b->model, b->n);
+    same(w, "blocking read", b, 0, w->scratch, b->model, b->n);
+    w->doubtful &= ~(1u << (b - w->b));
 }
 
 /* ---- operations. a and c are buffers that are not mapped. */
@@ -260,6 +280,8 @@ static void op_read_later(struct worker *w, struct buffer *a) {
     cl_event e = NULL;
     OK(clEnqueueReadBuffer(w->q, a->mem, CL_FALSE, at * 4, n * 4, got, 0, NULL, &e));
     keep(w, e, got, copy_of(a->model + at, n), n, "non-blocking read");
+    w->later[w->laters - 1].b = a;
+    w->later[w->laters - 1].from = at;
 }
 
 static void op_write(struct worker *w, struct buffer *a) {
@@ -355,12 +377,12 @@ static void op_any_order(struct worker *w, struct buffer *a) {
     OK(clEnqueueReadBuffer(w->any, a->mem, CL_FALSE, 0, a->n * 4, w->scratch, 1, &e[1], &e[2]));
     OK(clFlush(w->any));
     OK(clWaitForEvents(1, &e[2]));
-    same(w, "read behind two events", w->scratch, a->model, a->n);
+    same(w, "read behind two events", a, 0, w->scratch, a->model, a->n);
     cl_ulong begin = 0, end = 0;
     OK(clGetEventProfilingInfo(e[0], CL_PROFILING_COMMAND_START, sizeof begin, &begin, NULL));
     OK(clGetEventProfilingInfo(e[1], CL_PROFILING_COMMAND_END, sizeof end, &end, NULL));
     if (end < begin)
-        wrong(w, "profile: the second kernel ended before the first began", 0, 1, 0, 0);
+        wrong(w, "profile", "the second kernel ended before the first began");
     for (int i = 0; i < 3; i++)
         OK(clReleaseEvent(e[i]));
 }
@@ -396,7 +418,7 @@ static void op_map(struct worker *w, struct buffer *a) {
     OK(clReleaseEvent(ev));
     if (f != CL_MAP_WRITE_INVALIDATE_REGION) {
         if (memcmp(m.p, a->model + m.from, m.n * 4))
-            same(w, "mapping", copy_of(m.p, m.n), a->model + m.from, m.n);
+            same(w, "mapping", a, m.from, copy_of(m.p, m.n), a->model + m.from, m.n);
     } else
         for (size_t i = 0; i < m.n; i++)
             m.p[i] = a->model[m.from + i] = rnd(w);
@@ -472,7 +494,7 @@ static void op_image(struct worker *w) {
         for (size_t y = 0; !e && y < HEIGHT; y++) {
             uint32_t *row = (uint32_t *)(p + y * pitch);
             if (memcmp(row, out + y * WIDTH * 4, WIDTH * 16))
-                same(w, "mapping of an image", row, out + y * WIDTH * 4, WIDTH * 4);
+                same(w, "mapping of an image", NULL, 0, row, out + y * WIDTH * 4, WIDTH * 4);
             row[y] = out[y * WIDTH * 4 + y] = rnd(w);
         }
         OK(clEnqueueUnmapMemObject(w->q, w->image[!k].mem, p, 0, NULL, NULL));
@@ -511,6 +533,10 @@ static void one(struct worker *w) {
     struct buffer *a = &w->b[below(w, BUFFERS)], *c = &w->b[below(w, BUFFERS)];
     if (w->map.p && (a == w->map.b || c == w->map.b))
         return;
+    if (!w->gate && !w->map.p)
+        for (int i = 0; i < BUFFERS; i++)
+            if (w->doubtful >> i & 1) /* say all that is wrong with it */
+                read_whole(w, &w->b[i]);
     switch (rnd(w) % 20) {
     case 0: case 1: case 2: mix(w, w->q, a->mem, a->model, a->n, 0, NULL, NULL); break;
     case 3: op_add(w, a, c); break;

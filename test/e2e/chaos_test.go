@@ -14,7 +14,7 @@ import (
 // disturb runs the model of a program and disturbs it.
 func disturb(t *testing.T, gpus []string, o chaos.Options, args ...string) {
 	t.Helper()
-	r := start(t, "GPUCTL_FAULTS=1")
+	r := start(t, chaos.Env(o.Seed)...)
 	o.GPUs, o.Log = gpus, t.Logf
 	args = append([]string{r.Program("model"), "--seed", strconv.FormatUint(o.Seed%1e6, 10)}, args...)
 	cmd := r.Command(t.Context(), gpus[0], args...)

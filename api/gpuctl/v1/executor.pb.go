@@ -432,6 +432,146 @@ func (x *ExportRequest) GetMapped() bool {
 	return false
 }
 
+type DigestRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DigestRequest) Reset() {
+	*x = DigestRequest{}
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DigestRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DigestRequest) ProtoMessage() {}
+
+func (x *DigestRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DigestRequest.ProtoReflect.Descriptor instead.
+func (*DigestRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{6}
+}
+
+type DigestResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Objects       []*ObjectDigest        `protobuf:"bytes,1,rep,name=objects,proto3" json:"objects,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DigestResponse) Reset() {
+	*x = DigestResponse{}
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DigestResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DigestResponse) ProtoMessage() {}
+
+func (x *DigestResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DigestResponse.ProtoReflect.Descriptor instead.
+func (*DigestResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *DigestResponse) GetObjects() []*ObjectDigest {
+	if x != nil {
+		return x.Objects
+	}
+	return nil
+}
+
+type ObjectDigest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Id            uint32                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
+	Bytes         uint64                 `protobuf:"varint,2,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	Sums          []uint32               `protobuf:"fixed32,3,rep,packed,name=sums,proto3" json:"sums,omitempty"` // CRC-32C of each 16 MiB of a buffer, or of about as many bytes of an image's rows
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ObjectDigest) Reset() {
+	*x = ObjectDigest{}
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ObjectDigest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ObjectDigest) ProtoMessage() {}
+
+func (x *ObjectDigest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ObjectDigest.ProtoReflect.Descriptor instead.
+func (*ObjectDigest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *ObjectDigest) GetId() uint32 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *ObjectDigest) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
+func (x *ObjectDigest) GetSums() []uint32 {
+	if x != nil {
+		return x.Sums
+	}
+	return nil
+}
+
 type EndFetchRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -440,7 +580,7 @@ type EndFetchRequest struct {
 
 func (x *EndFetchRequest) Reset() {
 	*x = EndFetchRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -452,7 +592,7 @@ func (x *EndFetchRequest) String() string {
 func (*EndFetchRequest) ProtoMessage() {}
 
 func (x *EndFetchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -465,7 +605,7 @@ func (x *EndFetchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EndFetchRequest.ProtoReflect.Descriptor instead.
 func (*EndFetchRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{6}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{9}
 }
 
 type EndFetchResponse struct {
@@ -476,7 +616,7 @@ type EndFetchResponse struct {
 
 func (x *EndFetchResponse) Reset() {
 	*x = EndFetchResponse{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -488,7 +628,7 @@ func (x *EndFetchResponse) String() string {
 func (*EndFetchResponse) ProtoMessage() {}
 
 func (x *EndFetchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -501,7 +641,7 @@ func (x *EndFetchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EndFetchResponse.ProtoReflect.Descriptor instead.
 func (*EndFetchResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{7}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{10}
 }
 
 type DiscardRequest struct {
@@ -512,7 +652,7 @@ type DiscardRequest struct {
 
 func (x *DiscardRequest) Reset() {
 	*x = DiscardRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -524,7 +664,7 @@ func (x *DiscardRequest) String() string {
 func (*DiscardRequest) ProtoMessage() {}
 
 func (x *DiscardRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -537,7 +677,7 @@ func (x *DiscardRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DiscardRequest.ProtoReflect.Descriptor instead.
 func (*DiscardRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{8}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{11}
 }
 
 type DiscardResponse struct {
@@ -548,7 +688,7 @@ type DiscardResponse struct {
 
 func (x *DiscardResponse) Reset() {
 	*x = DiscardResponse{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -560,7 +700,7 @@ func (x *DiscardResponse) String() string {
 func (*DiscardResponse) ProtoMessage() {}
 
 func (x *DiscardResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -573,7 +713,7 @@ func (x *DiscardResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DiscardResponse.ProtoReflect.Descriptor instead.
 func (*DiscardResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{9}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{12}
 }
 
 type FreezeRequest struct {
@@ -587,7 +727,7 @@ type FreezeRequest struct {
 
 func (x *FreezeRequest) Reset() {
 	*x = FreezeRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -599,7 +739,7 @@ func (x *FreezeRequest) String() string {
 func (*FreezeRequest) ProtoMessage() {}
 
 func (x *FreezeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -612,7 +752,7 @@ func (x *FreezeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FreezeRequest.ProtoReflect.Descriptor instead.
 func (*FreezeRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{10}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *FreezeRequest) GetTimeoutMs() int64 {
@@ -645,7 +785,7 @@ type ThawRequest struct {
 
 func (x *ThawRequest) Reset() {
 	*x = ThawRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -657,7 +797,7 @@ func (x *ThawRequest) String() string {
 func (*ThawRequest) ProtoMessage() {}
 
 func (x *ThawRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -670,7 +810,7 @@ func (x *ThawRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ThawRequest.ProtoReflect.Descriptor instead.
 func (*ThawRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{11}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ThawRequest) GetFreeze() uint64 {
@@ -688,7 +828,7 @@ type ThawResponse struct {
 
 func (x *ThawResponse) Reset() {
 	*x = ThawResponse{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -700,7 +840,7 @@ func (x *ThawResponse) String() string {
 func (*ThawResponse) ProtoMessage() {}
 
 func (x *ThawResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -713,7 +853,7 @@ func (x *ThawResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ThawResponse.ProtoReflect.Descriptor instead.
 func (*ThawResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{12}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{15}
 }
 
 type LoadRequest struct {
@@ -726,7 +866,7 @@ type LoadRequest struct {
 
 func (x *LoadRequest) Reset() {
 	*x = LoadRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -738,7 +878,7 @@ func (x *LoadRequest) String() string {
 func (*LoadRequest) ProtoMessage() {}
 
 func (x *LoadRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -751,7 +891,7 @@ func (x *LoadRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadRequest.ProtoReflect.Descriptor instead.
 func (*LoadRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{13}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *LoadRequest) GetFile() string {
@@ -776,7 +916,7 @@ type SendRequest struct {
 
 func (x *SendRequest) Reset() {
 	*x = SendRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -788,7 +928,7 @@ func (x *SendRequest) String() string {
 func (*SendRequest) ProtoMessage() {}
 
 func (x *SendRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -801,7 +941,7 @@ func (x *SendRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SendRequest.ProtoReflect.Descriptor instead.
 func (*SendRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{14}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{17}
 }
 
 type ReceiveResponse struct {
@@ -813,7 +953,7 @@ type ReceiveResponse struct {
 
 func (x *ReceiveResponse) Reset() {
 	*x = ReceiveResponse{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -825,7 +965,7 @@ func (x *ReceiveResponse) String() string {
 func (*ReceiveResponse) ProtoMessage() {}
 
 func (x *ReceiveResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -838,7 +978,7 @@ func (x *ReceiveResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReceiveResponse.ProtoReflect.Descriptor instead.
 func (*ReceiveResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{15}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *ReceiveResponse) GetBytes() uint64 {
@@ -857,7 +997,7 @@ type ActivateRequest struct {
 
 func (x *ActivateRequest) Reset() {
 	*x = ActivateRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -869,7 +1009,7 @@ func (x *ActivateRequest) String() string {
 func (*ActivateRequest) ProtoMessage() {}
 
 func (x *ActivateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -882,7 +1022,7 @@ func (x *ActivateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ActivateRequest.ProtoReflect.Descriptor instead.
 func (*ActivateRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{16}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *ActivateRequest) GetNamesShown() bool {
@@ -900,7 +1040,7 @@ type ActivateResponse struct {
 
 func (x *ActivateResponse) Reset() {
 	*x = ActivateResponse{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -912,7 +1052,7 @@ func (x *ActivateResponse) String() string {
 func (*ActivateResponse) ProtoMessage() {}
 
 func (x *ActivateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -925,7 +1065,7 @@ func (x *ActivateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ActivateResponse.ProtoReflect.Descriptor instead.
 func (*ActivateResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{17}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{20}
 }
 
 type RetireRequest struct {
@@ -936,7 +1076,7 @@ type RetireRequest struct {
 
 func (x *RetireRequest) Reset() {
 	*x = RetireRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -948,7 +1088,7 @@ func (x *RetireRequest) String() string {
 func (*RetireRequest) ProtoMessage() {}
 
 func (x *RetireRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -961,7 +1101,7 @@ func (x *RetireRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RetireRequest.ProtoReflect.Descriptor instead.
 func (*RetireRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{18}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{21}
 }
 
 type RetireResponse struct {
@@ -972,7 +1112,7 @@ type RetireResponse struct {
 
 func (x *RetireResponse) Reset() {
 	*x = RetireResponse{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -984,7 +1124,7 @@ func (x *RetireResponse) String() string {
 func (*RetireResponse) ProtoMessage() {}
 
 func (x *RetireResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -997,7 +1137,7 @@ func (x *RetireResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RetireResponse.ProtoReflect.Descriptor instead.
 func (*RetireResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{19}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{22}
 }
 
 type PulseRequest struct {
@@ -1009,7 +1149,7 @@ type PulseRequest struct {
 
 func (x *PulseRequest) Reset() {
 	*x = PulseRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[20]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1021,7 +1161,7 @@ func (x *PulseRequest) String() string {
 func (*PulseRequest) ProtoMessage() {}
 
 func (x *PulseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[20]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1034,7 +1174,7 @@ func (x *PulseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PulseRequest.ProtoReflect.Descriptor instead.
 func (*PulseRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{20}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *PulseRequest) GetEveryMs() uint32 {
@@ -1054,7 +1194,7 @@ type PulseResponse struct {
 
 func (x *PulseResponse) Reset() {
 	*x = PulseResponse{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[21]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1066,7 +1206,7 @@ func (x *PulseResponse) String() string {
 func (*PulseResponse) ProtoMessage() {}
 
 func (x *PulseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[21]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1079,7 +1219,7 @@ func (x *PulseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PulseResponse.ProtoReflect.Descriptor instead.
 func (*PulseResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{21}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *PulseResponse) GetWaitsFor() string {
@@ -1133,7 +1273,14 @@ const file_gpuctl_v1_executor_proto_rawDesc = "" +
 	"\x05final\x18\x04 \x01(\bR\x05final\x12\x10\n" +
 	"\x03all\x18\x05 \x01(\bR\x03all\x12\x14\n" +
 	"\x05fetch\x18P \x01(\tR\x05fetch\x12\x16\n" +
-	"\x06mapped\x18Q \x01(\bR\x06mapped\"\x11\n" +
+	"\x06mapped\x18Q \x01(\bR\x06mapped\"\x0f\n" +
+	"\rDigestRequest\"C\n" +
+	"\x0eDigestResponse\x121\n" +
+	"\aobjects\x18\x01 \x03(\v2\x17.gpuctl.v1.ObjectDigestR\aobjects\"H\n" +
+	"\fObjectDigest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\rR\x02id\x12\x14\n" +
+	"\x05bytes\x18\x02 \x01(\x04R\x05bytes\x12\x12\n" +
+	"\x04sums\x18\x03 \x03(\aR\x04sums\"\x11\n" +
 	"\x0fEndFetchRequest\"\x12\n" +
 	"\x10EndFetchResponse\"\x10\n" +
 	"\x0eDiscardRequest\"\x11\n" +
@@ -1162,7 +1309,7 @@ const file_gpuctl_v1_executor_proto_rawDesc = "" +
 	"\bevery_ms\x18\x01 \x01(\rR\aeveryMs\"C\n" +
 	"\rPulseResponse\x12\x1b\n" +
 	"\twaits_for\x18\x01 \x01(\tR\bwaitsFor\x12\x15\n" +
-	"\x06for_ns\x18\x02 \x01(\x03R\x05forNs2\x86\a\n" +
+	"\x06for_ns\x18\x02 \x01(\x03R\x05forNs2\xc5\a\n" +
 	"\x0fExecutorService\x12C\n" +
 	"\bDescribe\x12\x1a.gpuctl.v1.DescribeRequest\x1a\x1b.gpuctl.v1.DescribeResponse\x12C\n" +
 	"\bSnapshot\x12\x1a.gpuctl.v1.SnapshotRequest\x1a\x1b.gpuctl.v1.SnapshotResponse\x12;\n" +
@@ -1174,7 +1321,8 @@ const file_gpuctl_v1_executor_proto_rawDesc = "" +
 	"\x04Load\x12\x16.gpuctl.v1.LoadRequest\x1a\x13.gpuctl.v1.Progress0\x01\x127\n" +
 	"\x04Send\x12\x16.gpuctl.v1.SendRequest\x1a\x15.gpuctl.v1.StateChunk0\x01\x12>\n" +
 	"\aReceive\x12\x15.gpuctl.v1.StateChunk\x1a\x1a.gpuctl.v1.ReceiveResponse(\x01\x12C\n" +
-	"\bEndFetch\x12\x1a.gpuctl.v1.EndFetchRequest\x1a\x1b.gpuctl.v1.EndFetchResponse\x12C\n" +
+	"\bEndFetch\x12\x1a.gpuctl.v1.EndFetchRequest\x1a\x1b.gpuctl.v1.EndFetchResponse\x12=\n" +
+	"\x06Digest\x12\x18.gpuctl.v1.DigestRequest\x1a\x19.gpuctl.v1.DigestResponse\x12C\n" +
 	"\bActivate\x12\x1a.gpuctl.v1.ActivateRequest\x1a\x1b.gpuctl.v1.ActivateResponse\x12=\n" +
 	"\x06Retire\x12\x18.gpuctl.v1.RetireRequest\x1a\x19.gpuctl.v1.RetireResponse\x12<\n" +
 	"\x05Pulse\x12\x17.gpuctl.v1.PulseRequest\x1a\x18.gpuctl.v1.PulseResponse0\x01B1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
@@ -1191,7 +1339,7 @@ func file_gpuctl_v1_executor_proto_rawDescGZIP() []byte {
 	return file_gpuctl_v1_executor_proto_rawDescData
 }
 
-var file_gpuctl_v1_executor_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
+var file_gpuctl_v1_executor_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
 var file_gpuctl_v1_executor_proto_goTypes = []any{
 	(*DescribeRequest)(nil),  // 0: gpuctl.v1.DescribeRequest
 	(*DescribeResponse)(nil), // 1: gpuctl.v1.DescribeResponse
@@ -1199,64 +1347,70 @@ var file_gpuctl_v1_executor_proto_goTypes = []any{
 	(*SnapshotResponse)(nil), // 3: gpuctl.v1.SnapshotResponse
 	(*PrepareRequest)(nil),   // 4: gpuctl.v1.PrepareRequest
 	(*ExportRequest)(nil),    // 5: gpuctl.v1.ExportRequest
-	(*EndFetchRequest)(nil),  // 6: gpuctl.v1.EndFetchRequest
-	(*EndFetchResponse)(nil), // 7: gpuctl.v1.EndFetchResponse
-	(*DiscardRequest)(nil),   // 8: gpuctl.v1.DiscardRequest
-	(*DiscardResponse)(nil),  // 9: gpuctl.v1.DiscardResponse
-	(*FreezeRequest)(nil),    // 10: gpuctl.v1.FreezeRequest
-	(*ThawRequest)(nil),      // 11: gpuctl.v1.ThawRequest
-	(*ThawResponse)(nil),     // 12: gpuctl.v1.ThawResponse
-	(*LoadRequest)(nil),      // 13: gpuctl.v1.LoadRequest
-	(*SendRequest)(nil),      // 14: gpuctl.v1.SendRequest
-	(*ReceiveResponse)(nil),  // 15: gpuctl.v1.ReceiveResponse
-	(*ActivateRequest)(nil),  // 16: gpuctl.v1.ActivateRequest
-	(*ActivateResponse)(nil), // 17: gpuctl.v1.ActivateResponse
-	(*RetireRequest)(nil),    // 18: gpuctl.v1.RetireRequest
-	(*RetireResponse)(nil),   // 19: gpuctl.v1.RetireResponse
-	(*PulseRequest)(nil),     // 20: gpuctl.v1.PulseRequest
-	(*PulseResponse)(nil),    // 21: gpuctl.v1.PulseResponse
-	(*Usage)(nil),            // 22: gpuctl.v1.Usage
-	(*Limits)(nil),           // 23: gpuctl.v1.Limits
-	(*StateChunk)(nil),       // 24: gpuctl.v1.StateChunk
-	(*Progress)(nil),         // 25: gpuctl.v1.Progress
+	(*DigestRequest)(nil),    // 6: gpuctl.v1.DigestRequest
+	(*DigestResponse)(nil),   // 7: gpuctl.v1.DigestResponse
+	(*ObjectDigest)(nil),     // 8: gpuctl.v1.ObjectDigest
+	(*EndFetchRequest)(nil),  // 9: gpuctl.v1.EndFetchRequest
+	(*EndFetchResponse)(nil), // 10: gpuctl.v1.EndFetchResponse
+	(*DiscardRequest)(nil),   // 11: gpuctl.v1.DiscardRequest
+	(*DiscardResponse)(nil),  // 12: gpuctl.v1.DiscardResponse
+	(*FreezeRequest)(nil),    // 13: gpuctl.v1.FreezeRequest
+	(*ThawRequest)(nil),      // 14: gpuctl.v1.ThawRequest
+	(*ThawResponse)(nil),     // 15: gpuctl.v1.ThawResponse
+	(*LoadRequest)(nil),      // 16: gpuctl.v1.LoadRequest
+	(*SendRequest)(nil),      // 17: gpuctl.v1.SendRequest
+	(*ReceiveResponse)(nil),  // 18: gpuctl.v1.ReceiveResponse
+	(*ActivateRequest)(nil),  // 19: gpuctl.v1.ActivateRequest
+	(*ActivateResponse)(nil), // 20: gpuctl.v1.ActivateResponse
+	(*RetireRequest)(nil),    // 21: gpuctl.v1.RetireRequest
+	(*RetireResponse)(nil),   // 22: gpuctl.v1.RetireResponse
+	(*PulseRequest)(nil),     // 23: gpuctl.v1.PulseRequest
+	(*PulseResponse)(nil),    // 24: gpuctl.v1.PulseResponse
+	(*Usage)(nil),            // 25: gpuctl.v1.Usage
+	(*Limits)(nil),           // 26: gpuctl.v1.Limits
+	(*StateChunk)(nil),       // 27: gpuctl.v1.StateChunk
+	(*Progress)(nil),         // 28: gpuctl.v1.Progress
 }
 var file_gpuctl_v1_executor_proto_depIdxs = []int32{
-	22, // 0: gpuctl.v1.DescribeResponse.usage:type_name -> gpuctl.v1.Usage
-	23, // 1: gpuctl.v1.DescribeResponse.devices:type_name -> gpuctl.v1.Limits
-	22, // 2: gpuctl.v1.SnapshotResponse.usage:type_name -> gpuctl.v1.Usage
-	0,  // 3: gpuctl.v1.ExecutorService.Describe:input_type -> gpuctl.v1.DescribeRequest
-	2,  // 4: gpuctl.v1.ExecutorService.Snapshot:input_type -> gpuctl.v1.SnapshotRequest
-	4,  // 5: gpuctl.v1.ExecutorService.Prepare:input_type -> gpuctl.v1.PrepareRequest
-	5,  // 6: gpuctl.v1.ExecutorService.Export:input_type -> gpuctl.v1.ExportRequest
-	8,  // 7: gpuctl.v1.ExecutorService.Discard:input_type -> gpuctl.v1.DiscardRequest
-	10, // 8: gpuctl.v1.ExecutorService.Freeze:input_type -> gpuctl.v1.FreezeRequest
-	11, // 9: gpuctl.v1.ExecutorService.Thaw:input_type -> gpuctl.v1.ThawRequest
-	13, // 10: gpuctl.v1.ExecutorService.Load:input_type -> gpuctl.v1.LoadRequest
-	14, // 11: gpuctl.v1.ExecutorService.Send:input_type -> gpuctl.v1.SendRequest
-	24, // 12: gpuctl.v1.ExecutorService.Receive:input_type -> gpuctl.v1.StateChunk
-	6,  // 13: gpuctl.v1.ExecutorService.EndFetch:input_type -> gpuctl.v1.EndFetchRequest
-	16, // 14: gpuctl.v1.ExecutorService.Activate:input_type -> gpuctl.v1.ActivateRequest
-	18, // 15: gpuctl.v1.ExecutorService.Retire:input_type -> gpuctl.v1.RetireRequest
-	20, // 16: gpuctl.v1.ExecutorService.Pulse:input_type -> gpuctl.v1.PulseRequest
-	1,  // 17: gpuctl.v1.ExecutorService.Describe:output_type -> gpuctl.v1.DescribeResponse
-	3,  // 18: gpuctl.v1.ExecutorService.Snapshot:output_type -> gpuctl.v1.SnapshotResponse
-	25, // 19: gpuctl.v1.ExecutorService.Prepare:output_type -> gpuctl.v1.Progress
-	25, // 20: gpuctl.v1.ExecutorService.Export:output_type -> gpuctl.v1.Progress
-	9,  // 21: gpuctl.v1.ExecutorService.Discard:output_type -> gpuctl.v1.DiscardResponse
-	3,  // 22: gpuctl.v1.ExecutorService.Freeze:output_type -> gpuctl.v1.SnapshotResponse
-	12, // 23: gpuctl.v1.ExecutorService.Thaw:output_type -> gpuctl.v1.ThawResponse
-	25, // 24: gpuctl.v1.ExecutorService.Load:output_type -> gpuctl.v1.Progress
-	24, // 25: gpuctl.v1.ExecutorService.Send:output_type -> gpuctl.v1.StateChunk
-	15, // 26: gpuctl.v1.ExecutorService.Receive:output_type -> gpuctl.v1.ReceiveResponse
-	7,  // 27: gpuctl.v1.ExecutorService.EndFetch:output_type -> gpuctl.v1.EndFetchResponse
-	17, // 28: gpuctl.v1.ExecutorService.Activate:output_type -> gpuctl.v1.ActivateResponse
-	19, // 29: gpuctl.v1.ExecutorService.Retire:output_type -> gpuctl.v1.RetireResponse
-	21, // 30: gpuctl.v1.ExecutorService.Pulse:output_type -> gpuctl.v1.PulseResponse
-	17, // [17:31] is the sub-list for method output_type
-	3,  // [3:17] is the sub-list for method input_type
-	3,  // [3:3] is the sub-list for extension type_name
-	3,  // [3:3] is the sub-list for extension extendee
-	0,  // [0:3] is the sub-list for field type_name
+	25, // 0: gpuctl.v1.DescribeResponse.usage:type_name -> gpuctl.v1.Usage
+	26, // 1: gpuctl.v1.DescribeResponse.devices:type_name -> gpuctl.v1.Limits
+	25, // 2: gpuctl.v1.SnapshotResponse.usage:type_name -> gpuctl.v1.Usage
+	8,  // 3: gpuctl.v1.DigestResponse.objects:type_name -> gpuctl.v1.ObjectDigest
+	0,  // 4: gpuctl.v1.ExecutorService.Describe:input_type -> gpuctl.v1.DescribeRequest
+	2,  // 5: gpuctl.v1.ExecutorService.Snapshot:input_type -> gpuctl.v1.SnapshotRequest
+	4,  // 6: gpuctl.v1.ExecutorService.Prepare:input_type -> gpuctl.v1.PrepareRequest
+	5,  // 7: gpuctl.v1.ExecutorService.Export:input_type -> gpuctl.v1.ExportRequest
+	11, // 8: gpuctl.v1.ExecutorService.Discard:input_type -> gpuctl.v1.DiscardRequest
+	13, // 9: gpuctl.v1.ExecutorService.Freeze:input_type -> gpuctl.v1.FreezeRequest
+	14, // 10: gpuctl.v1.ExecutorService.Thaw:input_type -> gpuctl.v1.ThawRequest
+	16, // 11: gpuctl.v1.ExecutorService.Load:input_type -> gpuctl.v1.LoadRequest
+	17, // 12: gpuctl.v1.ExecutorService.Send:input_type -> gpuctl.v1.SendRequest
+	27, // 13: gpuctl.v1.ExecutorService.Receive:input_type -> gpuctl.v1.StateChunk
+	9,  // 14: gpuctl.v1.ExecutorService.EndFetch:input_type -> gpuctl.v1.EndFetchRequest
+	6,  // 15: gpuctl.v1.ExecutorService.Digest:input_type -> gpuctl.v1.DigestRequest
+	19, // 16: gpuctl.v1.ExecutorService.Activate:input_type -> gpuctl.v1.ActivateRequest
+	21, // 17: gpuctl.v1.ExecutorService.Retire:input_type -> gpuctl.v1.RetireRequest
+	23, // 18: gpuctl.v1.ExecutorService.Pulse:input_type -> gpuctl.v1.PulseRequest
+	1,  // 19: gpuctl.v1.ExecutorService.Describe:output_type -> gpuctl.v1.DescribeResponse
+	3,  // 20: gpuctl.v1.ExecutorService.Snapshot:output_type -> gpuctl.v1.SnapshotResponse
+	28, // 21: gpuctl.v1.ExecutorService.Prepare:output_type -> gpuctl.v1.Progress
+	28, // 22: gpuctl.v1.ExecutorService.Export:output_type -> gpuctl.v1.Progress
+	12, // 23: gpuctl.v1.ExecutorService.Discard:output_type -> gpuctl.v1.DiscardResponse
+	3,  // 24: gpuctl.v1.ExecutorService.Freeze:output_type -> gpuctl.v1.SnapshotResponse
+	15, // 25: gpuctl.v1.ExecutorService.Thaw:output_type -> gpuctl.v1.ThawResponse
+	28, // 26: gpuctl.v1.ExecutorService.Load:output_type -> gpuctl.v1.Progress
+	27, // 27: gpuctl.v1.ExecutorService.Send:output_type -> gpuctl.v1.StateChunk
+	18, // 28: gpuctl.v1.ExecutorService.Receive:output_type -> gpuctl.v1.ReceiveResponse
+	10, // 29: gpuctl.v1.ExecutorService.EndFetch:output_type -> gpuctl.v1.EndFetchResponse
+	7,  // 30: gpuctl.v1.ExecutorService.Digest:output_type -> gpuctl.v1.DigestResponse
+	20, // 31: gpuctl.v1.ExecutorService.Activate:output_type -> gpuctl.v1.ActivateResponse
+	22, // 32: gpuctl.v1.ExecutorService.Retire:output_type -> gpuctl.v1.RetireResponse
+	24, // 33: gpuctl.v1.ExecutorService.Pulse:output_type -> gpuctl.v1.PulseResponse
+	19, // [19:34] is the sub-list for method output_type
+	4,  // [4:19] is the sub-list for method input_type
+	4,  // [4:4] is the sub-list for extension type_name
+	4,  // [4:4] is the sub-list for extension extendee
+	0,  // [0:4] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_executor_proto_init() }
@@ -1271,7 +1425,7 @@ func file_gpuctl_v1_executor_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_executor_proto_rawDesc), len(file_gpuctl_v1_executor_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   22,
+			NumMessages:   25,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

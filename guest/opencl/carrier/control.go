@@ -142,6 +142,13 @@ func (k *controller) Export(ctx context.Context, r *connect.Request[gpuctlv1.Exp
 	return k.c.export(ctx, r.Msg, out)
 }
 
+// Digest implements ExecutorService.
+func (k *controller) Digest(ctx context.Context, r *connect.Request[gpuctlv1.DigestRequest]) (*connect.Response[gpuctlv1.DigestResponse], error) {
+	k.op.Lock()
+	defer k.op.Unlock()
+	return unary(ctx, r, k.c.far.Digest)
+}
+
 // EndFetch implements ExecutorService. It does not wait for other calls.
 func (k *controller) EndFetch(ctx context.Context, r *connect.Request[gpuctlv1.EndFetchRequest]) (*connect.Response[gpuctlv1.EndFetchResponse], error) {
 	return unary(ctx, r, k.c.far.EndFetch)

@@ -58,6 +58,8 @@ const (
 	// ExecutorServiceEndFetchProcedure is the fully-qualified name of the ExecutorService's EndFetch
 	// RPC.
 	ExecutorServiceEndFetchProcedure = "/gpuctl.v1.ExecutorService/EndFetch"
+	// ExecutorServiceDigestProcedure is the fully-qualified name of the ExecutorService's Digest RPC.
+	ExecutorServiceDigestProcedure = "/gpuctl.v1.ExecutorService/Digest"
 	// ExecutorServiceActivateProcedure is the fully-qualified name of the ExecutorService's Activate
 	// RPC.
 	ExecutorServiceActivateProcedure = "/gpuctl.v1.ExecutorService/Activate"
@@ -100,6 +102,9 @@ type ExecutorServiceClient interface {
 	// written any more. An executor that has none answers at once. Activate does it,
 	// too.
 	EndFetch(context.Context, *connect.Request[v1.EndFetchRequest]) (*connect.Response[v1.EndFetchResponse], error)
+	// Digest returns digests of what the memory objects of a frozen session, or of a
+	// prepared executor, contain. What the application has mapped is left out.
+	Digest(context.Context, *connect.Request[v1.DigestRequest]) (*connect.Response[v1.DigestResponse], error)
 	// Activate makes the executor serve the session. The ring's owner word must
 	// name the executor already.
 	Activate(context.Context, *connect.Request[v1.ActivateRequest]) (*connect.Response[v1.ActivateResponse], error)
@@ -187,6 +192,12 @@ func NewExecutorServiceClient(httpClient connect.HTTPClient, baseURL string, opt
 			connect.WithSchema(executorServiceMethods.ByName("EndFetch")),
 			connect.WithClientOptions(opts...),
 		),
+		digest: connect.NewClient[v1.DigestRequest, v1.DigestResponse](
+			httpClient,
+			baseURL+ExecutorServiceDigestProcedure,
+			connect.WithSchema(executorServiceMethods.ByName("Digest")),
+			connect.WithClientOptions(opts...),
+		),
 		activate: connect.NewClient[v1.ActivateRequest, v1.ActivateResponse](
 			httpClient,
 			baseURL+ExecutorServiceActivateProcedure,
@@ -221,6 +232,7 @@ type executorServiceClient struct {
 	send     *connect.Client[v1.SendRequest, v1.StateChunk]
 	receive  *connect.Client[v1.StateChunk, v1.ReceiveResponse]
 	endFetch *connect.Client[v1.EndFetchRequest, v1.EndFetchResponse]
+	digest   *connect.Client[v1.DigestRequest, v1.DigestResponse]
 	activate *connect.Client[v1.ActivateRequest, v1.ActivateResponse]
 	retire   *connect.Client[v1.RetireRequest, v1.RetireResponse]
 	pulse    *connect.Client[v1.PulseRequest, v1.PulseResponse]
@@ -281,6 +293,11 @@ func (c *executorServiceClient) EndFetch(ctx context.Context, req *connect.Reque
 	return c.endFetch.CallUnary(ctx, req)
 }
 
+// Digest calls gpuctl.v1.ExecutorService.Digest.
+func (c *executorServiceClient) Digest(ctx context.Context, req *connect.Request[v1.DigestRequest]) (*connect.Response[v1.DigestResponse], error) {
+	return c.digest.CallUnary(ctx, req)
+}
+
 // Activate calls gpuctl.v1.ExecutorService.Activate.
 func (c *executorServiceClient) Activate(ctx context.Context, req *connect.Request[v1.ActivateRequest]) (*connect.Response[v1.ActivateResponse], error) {
 	return c.activate.CallUnary(ctx, req)
@@ -329,6 +346,9 @@ type ExecutorServiceHandler interface {
 	// written any more. An executor that has none answers at once. Activate does it,
 	// too.
 	EndFetch(context.Context, *connect.Request[v1.EndFetchRequest]) (*connect.Response[v1.EndFetchResponse], error)
+	// Digest returns digests of what the memory objects of a frozen session, or of a
+	// prepared executor, contain. What the application has mapped is left out.
+	Digest(context.Context, *connect.Request[v1.DigestRequest]) (*connect.Response[v1.DigestResponse], error)
 	// Activate makes the executor serve the session. The ring's owner word must
 	// name the executor already.
 	Activate(context.Context, *connect.Request[v1.ActivateRequest]) (*connect.Response[v1.ActivateResponse], error)
@@ -412,6 +432,12 @@ func NewExecutorServiceHandler(svc ExecutorServiceHandler, opts ...connect.Handl
 		connect.WithSchema(executorServiceMethods.ByName("EndFetch")),
 		connect.WithHandlerOptions(opts...),
 	)
+	executorServiceDigestHandler := connect.NewUnaryHandler(
+		ExecutorServiceDigestProcedure,
+		svc.Digest,
+		connect.WithSchema(executorServiceMethods.ByName("Digest")),
+		connect.WithHandlerOptions(opts...),
+	)
 	executorServiceActivateHandler := connect.NewUnaryHandler(
 		ExecutorServiceActivateProcedure,
 		svc.Activate,
@@ -454,6 +480,8 @@ func NewExecutorServiceHandler(svc ExecutorServiceHandler, opts ...connect.Handl
 			executorServiceReceiveHandler.ServeHTTP(w, r)
 		case ExecutorServiceEndFetchProcedure:
 			executorServiceEndFetchHandler.ServeHTTP(w, r)
+		case ExecutorServiceDigestProcedure:
+			executorServiceDigestHandler.ServeHTTP(w, r)
 		case ExecutorServiceActivateProcedure:
 			executorServiceActivateHandler.ServeHTTP(w, r)
 		case ExecutorServiceRetireProcedure:
@@ -511,6 +539,10 @@ func (UnimplementedExecutorServiceHandler) Receive(context.Context, *connect.Cli
 
 func (UnimplementedExecutorServiceHandler) EndFetch(context.Context, *connect.Request[v1.EndFetchRequest]) (*connect.Response[v1.EndFetchResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.ExecutorService.EndFetch is not implemented"))
+}
+
+func (UnimplementedExecutorServiceHandler) Digest(context.Context, *connect.Request[v1.DigestRequest]) (*connect.Response[v1.DigestResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.ExecutorService.Digest is not implemented"))
 }
 
 func (UnimplementedExecutorServiceHandler) Activate(context.Context, *connect.Request[v1.ActivateRequest]) (*connect.Response[v1.ActivateResponse], error) {

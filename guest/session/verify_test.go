@@ -1,0 +1,71 @@
+package session
+
+import (
+	"context"
+	"strings"
+	"testing"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+)
+
+func verified(c *Config) { c.Verify = true }
+
+// A target that has not got everything does not get the session, which goes on where it was.
+func TestVerifiedSessionGoesToNoTargetThatHasOtherContents(t *testing.T) {
+	b := newBench(t, verified)
+	b.l.loses = 2
+	res, _ := b.swapTo(testTarget)
+	if !res.RolledBack || !strings.Contains(res.Error, "transfer: memory object 7 of") {
+		t.Fatalf("%v", res)
+	}
+	b.runsOn(1)
+	if res, _ := b.swapTo(testTarget); res.Error != "" {
+		t.Fatalf("%v", res)
+	}
+	b.runsOn(3)
+
+	if res := b.suspend("", ""); res.Error != "" {
+		t.Fatalf("%v", res)
+	}
+	b.l.loses = 4
+	if res := b.resume(""); !res.RolledBack || !strings.Contains(res.Error, "load: memory object 7 of") {
+		t.Fatalf("%v", res)
+	}
+	if res := b.resume(""); res.Error != "" {
+		t.Fatalf("%v", res)
+	}
+	b.runsOn(5)
+}
+
+// Who asks for no comparison gets none.
+func TestSessionIsVerifiedOnlyIfThatIsAsked(t *testing.T) {
+	b := newBench(t)
+	b.l.loses = 2
+	if res, err := b.m.Swap(context.Background(), &gpuctlv1.SwapRequest{Session: b.id, Target: testTarget}, func(*gpuctlv1.Progress) {}); err != nil || res.Error != "" {
+		t.Fatalf("%v %v", res, err)
+	}
+	b.runsOn(2)
+}
+
+func TestDigestsThatDiffer(t *testing.T) {
+	digest := func(os ...*gpuctlv1.ObjectDigest) *gpuctlv1.DigestResponse {
+		return &gpuctlv1.DigestResponse{Objects: os}
+	}
+	object := func(id uint32, bytes uint64, sums ...uint32) *gpuctlv1.ObjectDigest {
+		return &gpuctlv1.ObjectDigest{Id: id, Bytes: bytes, Sums: sums}
+	}
+	want := digest(object(1, 8, 5), object(2, 40<<20, 1, 2, 3))
+	for text, got := range map[string]*gpuctlv1.DigestResponse{
+		"":                                       digest(object(2, 40<<20, 1, 2, 3), object(1, 8, 5)),
+		"1 memory objects, and the source 2":     digest(object(1, 8, 5)),
+		"object 2 has 0 bytes on the target":     digest(object(1, 8, 5), object(3, 40<<20, 1, 2, 3)),
+		"object 1 has 9 bytes on the target":     digest(object(1, 9, 5), object(2, 40<<20, 1, 2, 3)),
+		"of its 3 parts of 16 MiB: [0 2]":        digest(object(1, 8, 5), object(2, 40<<20, 9, 2, 9)),
+		"object 2 has 41943040 bytes on the tar": digest(object(1, 8, 5), object(2, 40<<20, 1, 2)),
+	} {
+		err := differ(want, got)
+		if text == "" && err != nil || text != "" && (err == nil || !strings.Contains(err.Error(), text)) {
+			t.Errorf("%q: %v", text, err)
+		}
+	}
+}
