@@ -1,6 +1,7 @@
 package chaos
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -26,6 +27,7 @@ type Options struct {
 	Operations int      // ends after so many, if it is not 0
 	Until      time.Time
 	Fail, Kill int // of 100 operations: so many fail or are cancelled, and so many are killed
+	Suspend    int // of 100 operations of a session that runs, so many suspend it, and the next ones follow at once; 0: 20, with pauses
 	Seed       uint64
 	Network    bool // the network breaks meanwhile: operations may fail by themselves
 	Log        func(format string, args ...any)
@@ -91,7 +93,7 @@ func Run(ctx context.Context, r *rig.Rig, o Options) (Result, error) {
 		if err := a.one(ctx); err != nil {
 			return a.result, fmt.Errorf("operation %d: %w", a.result.Operations, err)
 		}
-		if a.random.IntN(3) > 0 { // else the next one at once
+		if a.Suspend == 0 && a.random.IntN(3) > 0 { // else the next one at once
 			select {
 			case <-ctx.Done():
 				return a.result, ctx.Err()
@@ -114,7 +116,7 @@ func (a *actor) one(ctx context.Context) error {
 	switch {
 	case s.GetSuspendedTo() != "":
 		kind = "resume"
-	case a.random.IntN(5) == 0:
+	case a.random.IntN(100) < cmp.Or(a.Suspend, 20):
 		kind = "suspend"
 	}
 	fault, strike, timeout := a.harm(kind)

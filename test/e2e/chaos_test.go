@@ -41,15 +41,19 @@ func disturb(t *testing.T, gpus []string, o chaos.Options, args ...string) {
 // After swaps that failed, were cancelled or killed at any step, several in a
 // row, the application computes what it would have computed without them.
 func TestFailedSwapsDoNotShow(t *testing.T) {
-	for name, args := range map[string][]string{
-		"one thread":    nil,
-		"three threads": {"--threads", "3", "--kib", "256"},
-		"large":         {"--kib", "49152", "--no-images"}, // transfers in phases, several chunks of dirty memory
+	for name, x := range map[string]struct {
+		args    []string
+		suspend int
+	}{
+		"one thread":    {},
+		"three threads": {args: []string{"--threads", "3", "--kib", "256"}},
+		"large":         {args: []string{"--kib", "49152", "--no-images"}}, // transfers in phases, several chunks of dirty memory
+		"suspended":     {suspend: 95},                                     // again before the program has made a call
 	} {
 		t.Run(name, func(t *testing.T) {
 			disturb(t, []string{rig.Basic, rig.Pthread}, chaos.Options{
-				Operations: 24, Fail: 35, Kill: 15, Seed: uint64(time.Now().UnixNano()),
-			}, args...)
+				Operations: 24, Fail: 35, Kill: 15, Suspend: x.suspend, Seed: uint64(time.Now().UnixNano()),
+			}, x.args...)
 		})
 	}
 }
@@ -65,7 +69,7 @@ func TestChaos(t *testing.T) {
 	for end := time.Now().Add(length); time.Now().Before(end) && !t.Failed(); {
 		args := [][]string{nil, {"--threads", "3"}, {"--kib", "49152", "--no-images"}, {"--threads", "2", "--kib", "4096"}}[random.IntN(4)]
 		disturb(t, []string{rig.Basic, rig.Pthread}, chaos.Options{
-			Until: earlier(end, time.Now().Add(time.Minute)), Fail: 30, Kill: 10, Seed: random.Uint64(),
+			Until: earlier(end, time.Now().Add(time.Minute)), Fail: 30, Kill: 10, Suspend: []int{0, 0, 95}[random.IntN(3)], Seed: random.Uint64(),
 		}, args...)
 	}
 }
