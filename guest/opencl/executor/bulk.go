@@ -1,6 +1,7 @@
 package executor
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"time"
@@ -370,20 +371,20 @@ func (s *session) endBulk(b *bulk, st cl.Status) {
 	s.advance()
 }
 
-// awaitTurn waits for the commands and events that must end before the command.
+// awaitTurn waits for the commands and events that must end before the command. Those before
+// it in its queue end first even if it fails: the queue is taken for idle then.
 func (s *session) awaitTurn(b *bulk) cl.Status {
 	if b.barrier != 0 {
 		cl.WaitForEvents([]cl.Event{b.barrier})
 	}
+	st := cl.Success
 	if len(b.wait) > 0 {
-		if st := cl.WaitForEvents(b.wait); st != cl.Success {
-			return st
-		}
+		st = cl.WaitForEvents(b.wait)
 	}
-	if !b.p.q.inOrder() {
-		return cl.Success
+	if b.p.q.inOrder() {
+		st = cmp.Or(st, cl.Finish(b.p.q.vendor))
 	}
-	return cl.Finish(b.p.q.vendor)
+	return st
 }
 
 // cut returns the size in bytes of the chunk that begins at pos.

@@ -3,6 +3,7 @@ package executor
 import (
 	"bytes"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -352,5 +353,41 @@ func TestCutsCoverATransfer(t *testing.T) {
 		if at != b.total {
 			t.Fatalf("%v: %d of %d bytes", box, at, b.total)
 		}
+	}
+}
+
+// A transfer whose events fail is over only when the commands before it in its queue are, so that the queue is not taken for
+// idle while they run, and frozen.
+func TestFailedTransferWaitsForTheCommandsBeforeIt(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	other, oq, _ := c.setup(0)
+	b := c.buffer(ctx, 4096)
+	events := []uint32{c.id(), c.id()}
+	c.fill(oq, c.buffer(other, 4096), 4096, 1)
+	c.post(&wire.Marker{Queue: oq, Event: events[0]})
+	c.post(&wire.Marker{Queue: q, Event: events[1]})
+	c.call(&wire.WaitEvents{Wait: events[:1]})
+	end := c.spin(s, ctx, q, b, 0)
+	defer end()
+	s.mu.Lock()
+	wait := slices.Clone(s.waits(events)) // of two contexts: the runtime refuses to wait for them
+	x := &bulk{p: &parkedCall{q: lookup[queue](s, q)}, wait: wait}
+	s.mu.Unlock()
+	if len(wait) != 2 {
+		t.Fatal(wait)
+	}
+	over := make(chan cl.Status, 1)
+	go func() { over <- s.awaitTurn(x) }()
+	select {
+	case st := <-over:
+		t.Fatalf("over with %v while a command before it runs", st)
+	case <-time.After(300 * time.Millisecond):
+	}
+	end()
+	if st := <-over; st != cl.InvalidContext {
+		t.Fatal(st)
 	}
 }
