@@ -28,7 +28,9 @@ type awayHost struct {
 	changes func(all []*gpuctlv1.StateChunk) []*gpuctlv1.StateChunk // changes what it brings back
 }
 
-func newAwayHost(t *testing.T) *awayHost { return &awayHost{bench: newBench(t)} }
+func newAwayHost(t *testing.T, with ...func(*Config)) *awayHost {
+	return &awayHost{bench: newBench(t, with...)}
+}
 
 // client connects to the manager that exists now.
 func (h *awayHost) client() (c gpuctlv1connect.GuestServiceClient, end func()) {

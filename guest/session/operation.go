@@ -402,7 +402,7 @@ func (op *operation) freezeSource(ctx context.Context, timeoutMS int64) error {
 	// in the journal before there can be such.
 	head := op.s.mem.head()
 	op.s.note(func(r *record) { r.Op.Head = &head })
-	return nil
+	return op.remember(ctx)
 }
 
 // freezePatience returns how long commands that are running may take to end.

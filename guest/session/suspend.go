@@ -104,9 +104,6 @@ func (w *suspending) steps(op *operation) []engine.Step {
 			if err != nil {
 				return err
 			}
-			if err := op.remember(ctx); err != nil {
-				return err
-			}
 			if w.part != "" {
 				if err := op.s.finishState(w.part, w.to); err != nil {
 					return err

@@ -89,9 +89,6 @@ func (w *swapping) steps(op *operation) []engine.Step {
 			if err != nil {
 				return err
 			}
-			if err := op.remember(ctx); err != nil {
-				return err
-			}
 			return op.verify(ctx)
 		}},
 		{Name: stepSwitch, Commit: true, Run: func(ctx context.Context) error {

@@ -37,6 +37,25 @@ func TestVerifiedSessionGoesToNoTargetThatHasOtherContents(t *testing.T) {
 	b.runsOn(5)
 }
 
+// What was away is compared with what the session had when it left.
+func TestStateThatComesBackIsVerified(t *testing.T) {
+	h := newAwayHost(t, verified)
+	if res, _ := h.swapTo(testTarget); res.Error != "" {
+		t.Fatalf("%v", res)
+	}
+	if res := h.suspend("a1", ""); res.Error != "" {
+		t.Fatalf("%v", res)
+	}
+	h.l.loses = 3
+	if res := h.resume(""); !res.RolledBack || !strings.Contains(res.Error, "load: memory object 7 of") {
+		t.Fatalf("%v", res)
+	}
+	if res := h.resume(""); res.Error != "" {
+		t.Fatalf("%v", res)
+	}
+	h.runsOn(4)
+}
+
 // Who asks for no comparison gets none.
 func TestSessionIsVerifiedOnlyIfThatIsAsked(t *testing.T) {
 	b := newBench(t)

@@ -38,7 +38,7 @@ func (s *session) digest(ctx context.Context) (out *gpuctlv1.DigestResponse, err
 			s.mu.Unlock()
 		}()
 	}
-	if err := s.openWindow(windowChunk * windowDepth); err != nil {
+	if err := s.openWindow(windowChunk); err != nil {
 		return nil, err
 	}
 	var ps []piece
