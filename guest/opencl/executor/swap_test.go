@@ -373,6 +373,7 @@ func TestStateFileThatIsCutDoesNotEndTheExecutor(t *testing.T) {
 	ctx, q, _ := c.setup(0)
 	b := c.buffer(ctx, 1<<20)
 	c.fill(q, b, 1<<20, 3)
+	c.call(&wire.Finish{Queue: q})
 	f, err := os.Create(filepath.Join(t.TempDir(), "state"))
 	if err != nil {
 		t.Fatal(err)
