@@ -168,7 +168,7 @@ func (o Options) clients(wired *wiring, listener net.Listener) (*http.Server, ne
 		return wired.node.ConnContext(peers(ctx, c), c)
 	}
 	quiet := throttle.New(10*time.Second, time.Now)
-	limited := unixrpc.Limit(listener, uint32(os.Geteuid()), connectionsOfUser, connections, func(p unixrpc.Peer) {
+	limited := unixrpc.Limit(listener, uint32(os.Geteuid()), connectionsOfUser, connections, wired.users.Of, func(p unixrpc.Peer) {
 		if skipped, ok := quiet.Allow(strconv.FormatUint(uint64(p.UID), 10)); ok {
 			o.Log.Warn("connection refused: there are too many", "uid", p.UID, "pid", p.PID, "of_one_user", connectionsOfUser, "of_all", connections, "skipped", skipped)
 		}

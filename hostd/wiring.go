@@ -43,6 +43,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/telemetry/metrics"
 	"github.com/gpuctl/gpuctl/hostd/telemetry/trace"
 	"github.com/gpuctl/gpuctl/internal/rundir"
+	"github.com/gpuctl/gpuctl/internal/subid"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
 	"github.com/gpuctl/gpuctl/internal/virt"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
@@ -57,7 +58,8 @@ type wiring struct {
 	nvml     *nvml.Client
 	counters *metrics.Counters
 	tracer   *trace.Tracer // nil: no traces
-	port     net.Listener  // for carriers of other hosts; nil: no GPU is lent
+	users    *subid.Owners
+	port     net.Listener // for carriers of other hosts; nil: no GPU is lent
 	node     *member.Node
 	records  migration.Records
 
@@ -127,7 +129,7 @@ func makeData(dir string) error {
 // join makes the parts of the host in order. At the end it starts the node, which serves all
 // of them and takes up its former membership. Operations on sessions end with work.
 func (o Options) join(ctx, work context.Context, guest *Guest) (m *wiring, err error) {
-	m = &wiring{nvml: nvml.New(nvml.Config{Log: o.Log}), counters: metrics.NewCounters()}
+	m = &wiring{nvml: nvml.New(nvml.Config{Log: o.Log}), counters: metrics.NewCounters(), users: subid.New(subid.File)}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, m.close())
@@ -241,7 +243,7 @@ func (m *wiring) makeSessions(work context.Context, o Options, guest *Guest, sca
 		AppSocket: guest.AppSocket(), StateFile: filepath.Join(o.Dir, "state.json"),
 		Config: o.Config, Root: o.Root, PCI: scanner, Cluster: m.node, Pending: m.records.Pending, VMs: lentVMs{m.at, m.records}, Servers: m.servers,
 		NVML: m.nvml, Catalog: m.platform.Catalog.Lookup, Settled: []*atomic.Bool{&m.cardsSettled, &m.partsSettled},
-		Metrics: m.counters, Tracer: m.tracer, Log: o.Log,
+		Metrics: m.counters, Tracer: m.tracer, Whose: m.users.Of, Log: o.Log,
 	}
 	if m.port != nil {
 		c.LendAddress = func() string {

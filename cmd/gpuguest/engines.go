@@ -7,6 +7,8 @@ import (
 
 	"github.com/gpuctl/gpuctl/guest/cuda"
 	"github.com/gpuctl/gpuctl/guest/cuda/holders"
+	"github.com/gpuctl/gpuctl/internal/glimpse"
+	"github.com/gpuctl/gpuctl/internal/subid"
 )
 
 // driverNodes names the folder of the driver's nodes if it is not /dev, as for a fake driver.
@@ -18,6 +20,6 @@ const driverNodes = "GPUCTL_DRIVER_NODES"
 func newDriverEngine(dir string, detach bool, log *slog.Logger) (*cuda.Manager, error) {
 	return cuda.New(cuda.Config{
 		Dir: filepath.Join(dir, "cuda"), Logger: log, Faults: os.Getenv("GPUCTL_FAULTS") == "1", Detach: detach,
-		Roots: holders.Roots{Dev: os.Getenv(driverNodes)}, UID: uint32(os.Geteuid()),
+		Roots: holders.Roots{Dev: os.Getenv(driverNodes), Reads: &glimpse.Reads{Whose: subid.New(subid.File).Of}}, UID: uint32(os.Geteuid()),
 	})
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/session"
 	"github.com/gpuctl/gpuctl/guest/turn"
 	"github.com/gpuctl/gpuctl/internal/size"
+	"github.com/gpuctl/gpuctl/internal/subid"
 )
 
 func serveCommand(log *slog.Logger) *cobra.Command {
@@ -51,6 +52,7 @@ GPU that the VM has been given, and the host over the VM's channel.`,
 				Verify:      os.Getenv("GPUCTL_VERIFY") == "1",
 				CompileAnew: anew,
 				Sharing:     share,
+				Whose:       subid.New(subid.File).Of,
 			}
 			leases, err := lease.New(lease.Config{Dir: dir, Launcher: launcher, Logger: log, Listen: lend})
 			if err != nil {

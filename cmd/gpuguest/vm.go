@@ -27,6 +27,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/relay"
 	"github.com/gpuctl/gpuctl/internal/rundir"
+	"github.com/gpuctl/gpuctl/internal/subid"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
 	"github.com/gpuctl/gpuctl/passthrough/bind"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
@@ -101,7 +102,7 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	defer leases.Close()
 	m, err := session.New(session.Config{
 		Dir: o.RunDir, Launcher: launcher, Logger: log, Faults: os.Getenv("GPUCTL_FAULTS") == "1", Verify: os.Getenv("GPUCTL_VERIFY") == "1", MaxSessions: o.MaxSessions, CompileAnew: o.CompileAnew,
-		Sharing: o.Sharing, Lender: leases.forHost(), Lease: func(ctx context.Context, session string, offer *gpuctlv1.OfferRequest) (*gpuctlv1.Target, error) {
+		Sharing: o.Sharing, Whose: subid.New(subid.File).Of, Lender: leases.forHost(), Lease: func(ctx context.Context, session string, offer *gpuctlv1.OfferRequest) (*gpuctlv1.Target, error) {
 			return a.Lease(ctx, session, offer)
 		},
 	})

@@ -35,7 +35,8 @@ const (
 // greeting is an application's request for a session.
 type greeting struct {
 	uid   uint32
-	pid   int // 0 if gpuguest can't see it
+	who   uint32 // the user for whom it counts
+	pid   int    // 0 if gpuguest can't see it
 	token string
 }
 
@@ -63,9 +64,10 @@ func (m *Manager) serveApps(l *net.UnixListener, d *door) error {
 			log.Warn("accept application", "err", err)
 			continue
 		}
-		d.enter(cred.Uid, conn) // in the order in which they connected
+		who := m.cfg.Whose(cred.Uid)
+		d.enter(who, conn) // in the order in which they connected
 		m.wg.Go(func() {
-			if err := m.greet(conn, cred, d); err != nil {
+			if err := m.greet(conn, cred, who, d); err != nil {
 				log.Warn("application refused", "pid", cred.Pid, "uid", cred.Uid, "err", err)
 			}
 		})
@@ -73,10 +75,11 @@ func (m *Manager) serveApps(l *net.UnixListener, d *door) error {
 }
 
 // greet creates the session of one application, or answers why it gets none.
-func (m *Manager) greet(conn *net.UnixConn, cred *unix.Ucred, d *door) error {
+func (m *Manager) greet(conn *net.UnixConn, cred *unix.Ucred, who uint32, d *door) error {
 	_ = conn.SetDeadline(time.Now().Add(d.patience))
 	g, err := readGreeting(conn, cred)
-	if !d.leave(cred.Uid, conn) {
+	g.who = who
+	if !d.leave(who, conn) {
 		return errDropped // and the connection is closed
 	}
 	if err == nil {
@@ -86,7 +89,7 @@ func (m *Manager) greet(conn *net.UnixConn, cred *unix.Ucred, d *door) error {
 		}
 	}
 	if err == nil {
-		err = d.turn(g.uid, func() error {
+		err = d.turn(who, func() error {
 			for {
 				if err := m.create(conn, g); !errors.Is(err, engine.ErrOfferedAnew) {
 					return err
@@ -144,7 +147,7 @@ func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 	if !ok {
 		return errNoToken
 	}
-	id, err := m.reserve(g.uid)
+	id, err := m.reserve(g.who)
 	if err != nil {
 		return err
 	}
@@ -152,7 +155,7 @@ func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 	now := time.Now().UnixMilli()
 	command, program := m.programOf(g, id)
 	s := &session{
-		m: m, id: id, uid: g.uid, began: now, log: m.log.With("session", id), dir: m.sessionDir(id), gone: make(chan struct{}), ended: make(chan struct{}),
+		m: m, id: id, who: g.who, began: now, log: m.log.With("session", id), dir: m.sessionDir(id), gone: make(chan struct{}), ended: make(chan struct{}),
 		state: gpuctlv1.SessionState_SESSION_STATE_RUNNING,
 		rec: record{
 			Version: recordVersion, ID: id, UID: g.uid, Claim: offer.Claim, PID: g.pid, Command: command,
@@ -160,7 +163,7 @@ func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 		},
 	}
 	if s.rec.Owner, s.rec.Weight = offer.Owner, offer.Weight; s.rec.Owner == "" {
-		s.rec.Owner = fmt.Sprint("user:", g.uid)
+		s.rec.Owner = fmt.Sprint("user:", g.who)
 	}
 	if s.rec.Weight == 0 {
 		s.rec.Weight = turn.DefaultWeight
@@ -235,14 +238,14 @@ func (m *Manager) roomFor(next *session) error {
 	for _, s := range all {
 		s.mu.Lock()
 		if delete(users, s.id); s.current != nil && s.current.target.GetRuntime().GetRemote() != nil {
-			users[s.id] = s.uid
+			users[s.id] = s.who
 		}
 		s.mu.Unlock()
 	}
 	delete(users, next.id)
-	own, left := places(users, next.uid, mostLeases)
-	if !trusted(next.uid) && own > 0 && own >= left {
-		return fmt.Errorf("user %d has %d sessions on GPUs of other hosts, and the last %d of %d are left for other users: end some", next.uid, own, max(0, left), mostLeases)
+	own, left := places(users, next.who, mostLeases)
+	if !trusted(next.who) && own > 0 && own >= left {
+		return fmt.Errorf("user %d has %d sessions on GPUs of other hosts, and the last %d of %d are left for other users: end some", next.who, own, max(0, left), mostLeases)
 	}
 	return nil
 }

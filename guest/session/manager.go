@@ -50,6 +50,9 @@ type Config struct {
 	Lender      Lender // nil: nothing is lent
 	CompileAnew bool   // do not keep what runtimes compile for the next session of a user's program
 	Sharing     turn.Settings
+	// Whose returns the user whose a user is: what each user may have, all of that user's
+	// have together. nil: each is its own.
+	Whose func(uid uint32) uint32
 	// Lease returns how the carrier of a session that begins reaches a far executor, for
 	// an offer of a remote GPU that names none. nil: there are no such offers.
 	Lease func(ctx context.Context, session string, offer *gpuctlv1.OfferRequest) (*gpuctlv1.Target, error)
@@ -107,10 +110,14 @@ func New(cfg Config) (*Manager, error) {
 	if err != nil {
 		return nil, err
 	}
+	if cfg.Whose == nil {
+		cfg.Whose = func(uid uint32) uint32 { return uid }
+	}
 	m := &Manager{
 		cfg: cfg, log: cfg.Logger, lock: lock, model: newModel(), loads: patience.New(leastLoad, mostLoad), die: engine.KillSelf,
 		sessions: map[string]*session{}, creating: map[string]uint32{},
 	}
+	m.reads.Whose = cfg.Whose
 	m.sharing = newSharing(m, share)
 	m.ctx, m.cancel = context.WithCancel(context.Background())
 	if !cfg.CompileAnew {
@@ -246,7 +253,7 @@ func (m *Manager) reserve(uid uint32) (id string, err error) {
 	}
 	users := maps.Clone(m.creating)
 	for id, s := range m.sessions {
-		users[id] = s.uid
+		users[id] = s.who
 	}
 	switch own, left := places(users, uid, m.cfg.MaxSessions); {
 	case left <= 0:

@@ -86,23 +86,34 @@ func TestOneUserDoesNotTakeEverySession(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("only root can be several users")
 	}
-	b := newBench(t, func(c *Config) { c.MaxSessions = 8 })
-	b.opened()
 	const greedy, honest = 65533, 65532
+	config := func(c *Config) {
+		c.MaxSessions = 8
+		c.Whose = func(uid uint32) uint32 {
+			if uid >= 200000 { // by /etc/subuid
+				return greedy
+			}
+			return uid
+		}
+	}
+	b := newBench(t, config)
+	b.opened()
 	connect := func(uid uint32) (status int32, text string) {
 		as(t, uid, func() { status, text = b.connect("tok") })
 		return status, text
 	}
-	for i := range 4 { // one is root's
-		if status, text := connect(greedy); status != 0 {
+	for i, uid := range []uint32{greedy, 200000, 200001, greedy} { // one is root's
+		if status, text := connect(uid); status != 0 {
 			t.Fatal(i, status, text)
 		}
 	}
-	if status, text := connect(greedy); status == 0 || !strings.Contains(text, "left for other users") {
-		t.Errorf("one more than half: %d %s", status, text)
+	for _, uid := range []uint32{greedy, 200000, 200002} {
+		if status, text := connect(uid); status == 0 || !strings.Contains(text, "left for other users") {
+			t.Errorf("one more than half, as user %d: %d %s", uid, status, text)
+		}
 	}
 	b.m.Close()
-	b.m = newManager(t, b.dir, b.l, func(c *Config) { c.MaxSessions = 8 })
+	b.m = newManager(t, b.dir, b.l, config)
 	if n := len(b.m.list()); n != 5 {
 		t.Fatalf("%d sessions were taken over", n)
 	}

@@ -22,7 +22,7 @@ import (
 type session struct {
 	m     *Manager
 	id    string
-	uid   uint32 // the application's user; 0 as well if an older gpuguest has not recorded it
+	who   uint32 // the user for whom it counts: the application's, or whose that is; 0 as well if an older gpuguest has not recorded it
 	began int64  // Unix milliseconds
 	log   *slog.Logger
 	dir   string

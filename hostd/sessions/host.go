@@ -82,7 +82,10 @@ type HostConfig struct {
 	Settled []*atomic.Bool
 	Metrics *metrics.Counters // nil: no metrics
 	Tracer  *trace.Tracer     // nil: no traces
-	Log     *slog.Logger
+	// Whose returns the user whose a user is, for what each may have of what processes cost. nil: each is
+	// its own.
+	Whose func(uid uint32) uint32
+	Log   *slog.Logger
 }
 
 // Host is the state of one host, and the rules by which it changes.
@@ -145,7 +148,7 @@ func NewHost(ctx context.Context, c HostConfig) (*Host, error) {
 		return nil, fmt.Errorf("root: %w", err)
 	}
 	return &Host{
-		HostConfig: c, proc: proc, discovered: make(chan struct{}), ready: make(chan struct{}), ctx: ctx, listing: make(chan struct{}, 1),
+		HostConfig: c, reads: glimpse.Reads{Whose: c.Whose}, proc: proc, discovered: make(chan struct{}), ready: make(chan struct{}), ctx: ctx, listing: make(chan struct{}, 1),
 		ledger: ledger.New(), claims: map[string]*claim{}, claiming: map[string]bool{}, sessions: map[string]*session{}, over: map[string]time.Time{},
 		ops: map[string]*operation{}, last: map[string]*gpuctlv1.SwapResult{},
 		borrowed: map[string]*borrowed{}, asking: map[string]bool{}, unnamed: make(chan struct{}, 1), lent: map[string]*lent{}, lending: map[string]int{},

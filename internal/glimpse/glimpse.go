@@ -18,6 +18,9 @@ const (
 
 // Reads are those that are in progress. The zero value is ready for use.
 type Reads struct {
+	// Whose returns the user for whom a read of a user's counts. nil: each is its own.
+	Whose func(user uint32) uint32
+
 	mu     sync.Mutex
 	what   map[string]*read
 	by     map[uint32]int
@@ -44,6 +47,9 @@ type read struct {
 func Do[T any](r *Reads, user uint32, what string, f func() T) (result T, ok bool) {
 	if r == nil {
 		return f(), true
+	}
+	if r.Whose != nil {
+		user = r.Whose(user)
 	}
 	wait := r.patience(user)
 	if wait == 0 {

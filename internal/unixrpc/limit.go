@@ -17,9 +17,13 @@ const (
 // Limit limits the number of a listener's connections, for each user and in total, and
 // how often those of one user are read. Connections beyond the limit are closed at once.
 // A user who sends too much waits. Root and the server's own user are limited only by the
-// total number. onRefused, if not nil, is called for refused connections.
-func Limit(l net.Listener, self uint32, each, all int, onRefused func(Peer)) net.Listener {
-	return &limited{Listener: l, self: self, each: each, all: all, refused: onRefused, by: map[uint32]int{}, pacer: pace.New(readsPerSecond, readsAtOnce)}
+// total number. whose returns the user for whom the connections of a user count; nil: each is its own.
+// onRefused, if not nil, is called for refused connections.
+func Limit(l net.Listener, self uint32, each, all int, whose func(uint32) uint32, onRefused func(Peer)) net.Listener {
+	if whose == nil {
+		whose = func(uid uint32) uint32 { return uid }
+	}
+	return &limited{Listener: l, self: self, each: each, all: all, whose: whose, refused: onRefused, by: map[uint32]int{}, pacer: pace.New(readsPerSecond, readsAtOnce)}
 }
 
 type limited struct {
@@ -27,6 +31,7 @@ type limited struct {
 
 	self      uint32
 	each, all int
+	whose     func(uint32) uint32
 	refused   func(Peer)
 	pacer     *pace.Pacer
 
@@ -43,8 +48,10 @@ func (l *limited) Accept() (net.Conn, error) {
 			return nil, err
 		}
 		peer, err := Credentials(c)
-		if err == nil && l.take(peer.UID) {
-			return l.count(c, peer.UID), nil
+		if err == nil {
+			if by, ok := l.take(peer.UID); ok {
+				return l.count(c, peer.UID, by), nil
+			}
 		}
 		_ = c.Close()
 		if err == nil && l.refused != nil {
@@ -54,35 +61,37 @@ func (l *limited) Accept() (net.Conn, error) {
 }
 
 // count counts a connection until it is closed.
-func (l *limited) count(c net.Conn, uid uint32) net.Conn {
+func (l *limited) count(c net.Conn, uid, by uint32) net.Conn {
 	conn, ok := c.(*net.UnixConn)
 	if !ok {
-		l.give(uid)
+		l.give(by)
 		return c
 	}
-	return &counted{UnixConn: conn, flow: l.flow(uid), done: func() { l.give(uid) }}
+	return &counted{UnixConn: conn, flow: l.flow(uid, by), done: func() { l.give(by) }}
 }
 
 func (l *limited) trusts(uid uint32) bool { return uid == 0 || uid == l.self }
 
 // flow returns the limit for reading a user's connections; nil: none.
-func (l *limited) flow(uid uint32) *pace.Flow {
+func (l *limited) flow(uid, by uint32) *pace.Flow {
 	if l.trusts(uid) {
 		return nil
 	}
-	return l.pacer.Flow(strconv.FormatUint(uint64(uid), 10))
+	return l.pacer.Flow(strconv.FormatUint(uint64(by), 10))
 }
 
-func (l *limited) take(uid uint32) bool {
+// take counts a connection of a user. It returns for whom, if it is within the limits.
+func (l *limited) take(uid uint32) (by uint32, ok bool) {
+	by = l.whose(uid)
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	// The last quarter is reserved for root and the server's own user.
-	if !l.trusts(uid) && (l.by[uid] >= l.each || l.total >= l.all-l.all/4) || l.total >= l.all {
-		return false
+	if !l.trusts(uid) && (l.by[by] >= l.each || l.total >= l.all-l.all/4) || l.total >= l.all {
+		return by, false
 	}
-	l.by[uid]++
+	l.by[by]++
 	l.total++
-	return true
+	return by, true
 }
 
 func (l *limited) give(uid uint32) {

@@ -13,10 +13,16 @@ import (
 )
 
 func TestOneUserCannotHoldAllConnections(t *testing.T) {
-	l := &limited{self: 7, each: 4, all: 16, by: map[uint32]int{}}
+	whose := func(uid uint32) uint32 {
+		if uid >= 100000 { // users that 1000 has by /etc/subuid
+			return 1000
+		}
+		return uid
+	}
+	l := &limited{self: 7, each: 4, all: 16, whose: whose, by: map[uint32]int{}}
 	took := func(uid uint32, n int) (taken int) {
 		for range n {
-			if l.take(uid) {
+			if _, ok := l.take(uid); ok {
 				taken++
 			}
 		}
@@ -26,7 +32,9 @@ func TestOneUserCannotHoldAllConnections(t *testing.T) {
 		uid       uint32
 		ask, want int
 	}{
-		{1000, 10, 4},
+		{1000, 1, 1},
+		{100000, 10, 3}, // with those of 1000
+		{100001, 10, 0},
 		{1001, 10, 4},
 		{1002, 10, 4},
 		{1003, 10, 0}, // three quarters are taken
@@ -54,7 +62,7 @@ func TestOneUserWhoSendsWithoutEndIsReadAtAPace(t *testing.T) {
 		t.Fatal(err)
 	}
 	const rate, atOnce, reads = 20, 5, 15
-	l := &limited{Listener: inner, self: 7, each: 4, all: 16, by: map[uint32]int{}, pacer: pace.New(rate, atOnce)}
+	l := &limited{Listener: inner, self: 7, each: 4, all: 16, whose: func(uid uint32) uint32 { return uid }, by: map[uint32]int{}, pacer: pace.New(rate, atOnce)}
 	defer l.Close()
 	took := func(uid uint32) time.Duration {
 		client, err := net.Dial("unix", inner.Addr().String())
@@ -66,10 +74,10 @@ func TestOneUserWhoSendsWithoutEndIsReadAtAPace(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if !l.take(uid) {
+		if _, ok := l.take(uid); !ok {
 			t.Fatal("not taken")
 		}
-		c := l.count(accepted, uid)
+		c := l.count(accepted, uid, uid)
 		defer c.Close()
 		if _, err := client.Write(make([]byte, reads)); err != nil {
 			t.Fatal(err)
@@ -87,7 +95,7 @@ func TestOneUserWhoSendsWithoutEndIsReadAtAPace(t *testing.T) {
 		t.Errorf("%d reads of a user in %v", reads, d)
 	}
 	for _, uid := range []uint32{0, 7} {
-		if l.flow(uid) != nil {
+		if l.flow(uid, uid) != nil {
 			t.Errorf("uid %d is paced", uid)
 		}
 	}
@@ -100,7 +108,7 @@ func TestConnectionsAreCountedUntilTheyAreClosed(t *testing.T) {
 	}
 	self := uint32(os.Geteuid())
 	refused := make(chan Peer, 1)
-	l := Limit(inner, self+1, 1, 1, func(p Peer) { refused <- p }) // root, too, is bounded by the whole
+	l := Limit(inner, self+1, 1, 1, nil, func(p Peer) { refused <- p }) // root, too, is bounded by the whole
 	defer l.Close()
 	if self != 0 {
 		l.(*limited).all = 4

@@ -105,7 +105,7 @@ func TestFloodOfTheLocalSocketIsRefusedAndOthersAreAnswered(t *testing.T) {
 	}
 	inner, target := listen(t, "hostd.sock")
 	refused := make(chan unixrpc.Peer, 1)
-	l := unixrpc.Limit(inner, 0, 8, 64, func(p unixrpc.Peer) {
+	l := unixrpc.Limit(inner, 0, 8, 64, nil, func(p unixrpc.Peer) {
 		select {
 		case refused <- p:
 		default:
