@@ -64,7 +64,7 @@ func (m *Manager) serveApps(l *net.UnixListener, d *door) error {
 			log.Warn("accept application", "err", err)
 			continue
 		}
-		who := m.cfg.Whose(cred.Uid)
+		who := m.whose(cred.Uid)
 		d.enter(who, conn) // in the order in which they connected
 		m.wg.Go(func() {
 			if err := m.greet(conn, cred, who, d); err != nil {

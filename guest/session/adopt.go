@@ -55,7 +55,7 @@ func (m *Manager) adopt(dir, id string) error {
 		return nil
 	}
 	s := &session{
-		m: m, id: id, who: m.cfg.Whose(rec.UID), began: rec.StartedMS, log: log, dir: dir, rec: *rec, gone: make(chan struct{}), ended: make(chan struct{}),
+		m: m, id: id, who: m.whose(rec.UID), began: rec.StartedMS, log: log, dir: dir, rec: *rec, gone: make(chan struct{}), ended: make(chan struct{}),
 		state: gpuctlv1.SessionState_SESSION_STATE_RUNNING, usage: &gpuctlv1.Usage{},
 	}
 	current, err := s.adoptExecutor(&rec.Current)

@@ -110,9 +110,6 @@ func New(cfg Config) (*Manager, error) {
 	if err != nil {
 		return nil, err
 	}
-	if cfg.Whose == nil {
-		cfg.Whose = func(uid uint32) uint32 { return uid }
-	}
 	m := &Manager{
 		cfg: cfg, log: cfg.Logger, lock: lock, model: newModel(), loads: patience.New(leastLoad, mostLoad), die: engine.KillSelf,
 		sessions: map[string]*session{}, creating: map[string]uint32{},
@@ -282,6 +279,14 @@ func places(users map[string]uint32, uid uint32, all int) (own, left int) {
 		}
 	}
 	return own, all - len(users)
+}
+
+// whose returns the user for whom a user counts.
+func (m *Manager) whose(uid uint32) uint32 {
+	if m.cfg.Whose == nil {
+		return uid
+	}
+	return m.cfg.Whose(uid)
 }
 
 // trusted reports whether a user may have all that there is.
