@@ -105,8 +105,12 @@ func (b *bench) disturb(ctx context.Context, n int, seed uint64, args []string) 
 	if breaks {
 		kill = 0
 	}
+	suspend := 0
+	if seed/4%4 == 3 { // of each kind of program
+		suspend = chaos.Hasty
+	}
 	res, err = chaos.Run(ctx, r, chaos.Options{
-		GPUs: gpus, Operations: n, Fail: 30, Kill: kill, Suspend: int(seed/4%4) / 3 * 95, Seed: seed, Network: breaks,
+		GPUs: gpus, Operations: n, Fail: 30, Kill: kill, Suspend: suspend, Seed: seed, Network: breaks,
 		Log: func(format string, args ...any) { fmt.Fprintf(&log, "    "+format+"\n", args...) },
 	})
 	if err != nil {

@@ -15,7 +15,7 @@ func serveHost(ctx context.Context, cfg session.Config, api, apps string) error 
 		return err
 	}
 	defer m.Close()
-	driver, err := newDriverEngine(cfg.Dir, false, cfg.Logger)
+	driver, err := newDriverEngine(cfg.Dir, false, cfg.Whose, cfg.Logger)
 	if err != nil {
 		return err
 	}

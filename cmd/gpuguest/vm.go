@@ -100,9 +100,10 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 		return err
 	}
 	defer leases.Close()
+	users := subid.New(subid.File)
 	m, err := session.New(session.Config{
 		Dir: o.RunDir, Launcher: launcher, Logger: log, Faults: os.Getenv("GPUCTL_FAULTS") == "1", Verify: os.Getenv("GPUCTL_VERIFY") == "1", MaxSessions: o.MaxSessions, CompileAnew: o.CompileAnew,
-		Sharing: o.Sharing, Whose: subid.New(subid.File).Of, Lender: leases.forHost(), Lease: func(ctx context.Context, session string, offer *gpuctlv1.OfferRequest) (*gpuctlv1.Target, error) {
+		Sharing: o.Sharing, Whose: users.Of, Lender: leases.forHost(), Lease: func(ctx context.Context, session string, offer *gpuctlv1.OfferRequest) (*gpuctlv1.Target, error) {
 			return a.Lease(ctx, session, offer)
 		},
 	})
@@ -110,7 +111,7 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 		return err
 	}
 	defer m.Close()
-	driver, err := newDriverEngine(o.RunDir, true, log)
+	driver, err := newDriverEngine(o.RunDir, true, users.Of, log)
 	if err != nil {
 		return err
 	}

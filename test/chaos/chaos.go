@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"sync/atomic"
 	"syscall"
@@ -32,6 +31,9 @@ type Options struct {
 	Network    bool // the network breaks meanwhile: operations may fail by themselves
 	Log        func(format string, args ...any)
 }
+
+// Hasty is an Options.Suspend with which a session does little else than being suspended and resumed.
+const Hasty = 95
 
 // Result counts what was done.
 type Result struct {
@@ -70,8 +72,13 @@ type actor struct {
 
 // Env is what hostd must have in its environment. With every second seed, swaps are verified: it is seen in each that
 // contents are lost, whether the program looks at them or not. Without that, they are quicker.
+// They are always verified if this process's environment says so.
 func Env(seed uint64) []string {
-	return []string{"GPUCTL_FAULTS=1", "GPUCTL_VERIFY=" + strconv.FormatUint(seed%2, 10)}
+	env := []string{"GPUCTL_FAULTS=1"}
+	if seed%2 == 1 {
+		env = append(env, "GPUCTL_VERIFY=1")
+	}
+	return env
 }
 
 // Run disturbs the only session of r, whose hostd must have Env in

@@ -145,8 +145,11 @@ static void settle_first(struct worker *w) {
     OK(clWaitForEvents(1, &l.event));
     cl_int status = 0;
     OK(clGetEventInfo(l.event, CL_EVENT_COMMAND_EXECUTION_STATUS, sizeof status, &status, NULL));
-    if (status != CL_COMPLETE)
-        wrong(w, "status of a command that was waited for", "it is not CL_COMPLETE");
+    if (status != CL_COMPLETE) {
+        char how[40];
+        snprintf(how, sizeof how, "it is %d, not CL_COMPLETE", status);
+        wrong(w, "status of a command that was waited for", how);
+    }
     if (l.want)
         same(w, l.what, l.b, l.from, l.data, l.want, l.n);
     free(l.data);

@@ -48,7 +48,7 @@ func TestFailedSwapsDoNotShow(t *testing.T) {
 		"one thread":    {},
 		"three threads": {args: []string{"--threads", "3", "--kib", "256"}},
 		"large":         {args: []string{"--kib", "49152", "--no-images"}}, // transfers in phases, several chunks of dirty memory
-		"suspended":     {suspend: 95},                                     // again before the program has made a call
+		"suspended":     {suspend: chaos.Hasty},                            // again before the program has made a call
 	} {
 		t.Run(name, func(t *testing.T) {
 			disturb(t, []string{rig.Basic, rig.Pthread}, chaos.Options{
@@ -69,7 +69,7 @@ func TestChaos(t *testing.T) {
 	for end := time.Now().Add(length); time.Now().Before(end) && !t.Failed(); {
 		args := [][]string{nil, {"--threads", "3"}, {"--kib", "49152", "--no-images"}, {"--threads", "2", "--kib", "4096"}}[random.IntN(4)]
 		disturb(t, []string{rig.Basic, rig.Pthread}, chaos.Options{
-			Until: earlier(end, time.Now().Add(time.Minute)), Fail: 30, Kill: 10, Suspend: []int{0, 0, 95}[random.IntN(3)], Seed: random.Uint64(),
+			Until: earlier(end, time.Now().Add(time.Minute)), Fail: 30, Kill: 10, Suspend: []int{0, 0, chaos.Hasty}[random.IntN(3)], Seed: random.Uint64(),
 		}, args...)
 	}
 }

@@ -48,16 +48,12 @@ func (s *session) digest(ctx context.Context) (out *gpuctlv1.DigestResponse, err
 		if !ok || m.parent != nil || m.vendor == 0 || m.isMapped() {
 			return
 		}
-		written := slices.Clone(m.dirty)
-		m.markAll()
-		for _, p := range m.cut(dirtyChunk) {
+		for _, p := range m.cut(dirtyChunk, slices.Repeat([]bool{true}, len(m.dirty))) {
 			p.ID = id
 			ps = append(ps, p)
 		}
-		copy(m.dirty, written)
 	})
 	s.mu.Unlock()
-	slices.SortStableFunc(ps, func(a, b piece) int { return int(int64(a.ID) - int64(b.ID)) })
 	out = &gpuctlv1.DigestResponse{}
 	for i := range ps {
 		if err := ctx.Err(); err != nil {
@@ -79,26 +75,18 @@ func (s *session) digest(ctx context.Context) (out *gpuctlv1.DigestResponse, err
 	return out, nil
 }
 
+// sum reads a piece into the window.
 func (s *session) sum(p *piece) (uint32, error) {
-	table := crc32.MakeTable(crc32.Castagnoli)
-	if p.m.unified {
-		return crc32.Checksum(s.arenaBytes(p.m.arena+p.Off, p.N), table), nil
-	}
 	if p.bytes() > s.windowSize {
 		return 0, fmt.Errorf("object %d: a row of %d bytes: %w", p.ID, p.bytes(), errors.ErrUnsupported)
 	}
-	s.mu.Lock()
-	q, st := s.xfer.queue(p.m.ctx)
-	s.mu.Unlock()
-	if st != cl.Success {
-		return 0, fmt.Errorf("read object %d: %w", p.ID, st)
+	p.ptr = s.arena.Pointer(s.window)
+	evs, err := s.fetchPieces([]piece{*p})
+	if st := await(evs); err == nil && st != cl.Success {
+		err = fmt.Errorf("read object %d: %w", p.ID, st)
 	}
-	var ev cl.Event
-	if st := p.read(q, s.arena.Pointer(s.window), &ev); st != cl.Success {
-		return 0, fmt.Errorf("read object %d: %w", p.ID, st)
+	if err != nil {
+		return 0, err
 	}
-	if st := await([]cl.Event{ev}); st != cl.Success {
-		return 0, fmt.Errorf("read object %d: %w", p.ID, st)
-	}
-	return crc32.Checksum(s.arenaBytes(s.window, p.bytes()), table), nil
+	return crc32.Checksum(s.arenaBytes(s.window, p.bytes()), crc32.MakeTable(crc32.Castagnoli)), nil
 }

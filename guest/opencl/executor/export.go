@@ -62,7 +62,7 @@ func (s *session) contents(final bool, out sink) []piece {
 			m.markAll()
 		}
 		if !m.unified || !out.shares() {
-			for _, p := range m.cut(out.chunk()) {
+			for _, p := range m.cut(out.chunk(), m.dirty) {
 				p.ID, p.serial = id, serial
 				m.users++
 				ps = append(ps, p)

@@ -252,7 +252,7 @@ func (s *session) load(f *os.File, report progress) error {
 	var ps []piece
 	for m, e := range filed {
 		m.markAll()
-		for _, p := range m.cut(windowChunk) {
+		for _, p := range m.cut(windowChunk, m.dirty) {
 			off := p.Off
 			if m.kind == memImage {
 				off *= m.rowBytes()
@@ -264,7 +264,7 @@ func (s *session) load(f *os.File, report progress) error {
 	s.each(func(id uint32, _ uint64, o any) {
 		if m, ok := o.(*mem); ok && m.inArena && !m.unified && m.parent == nil && filed[m].ID == 0 {
 			m.markAll()
-			for _, p := range m.cut(windowChunk) {
+			for _, p := range m.cut(windowChunk, m.dirty) {
 				p.ID, p.ptr = id, s.arena.Pointer(m.arena+p.Off)
 				ps = append(ps, p)
 			}

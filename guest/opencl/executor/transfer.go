@@ -122,11 +122,11 @@ func (p *piece) write(q cl.Queue, src unsafe.Pointer, ev *cl.Event) cl.Status {
 }
 
 // cut divides the written parts of an object into pieces of at most most bytes, or of one
-// row of an image if that is more.
-func (m *mem) cut(most uint64) []piece {
+// row of an image if that is more. written is like m.dirty.
+func (m *mem) cut(most uint64, written []bool) []piece {
 	var ps []piece
 	if m.kind == memImage {
-		if !anyOf(m.dirty) {
+		if !anyOf(written) {
 			return nil
 		}
 		perSlice := m.region()[1]
@@ -144,8 +144,8 @@ func (m *mem) cut(most uint64) []piece {
 		}
 		return ps
 	}
-	for i := uint64(0); i < uint64(len(m.dirty)); i++ {
-		if !m.dirty[i] {
+	for i := uint64(0); i < uint64(len(written)); i++ {
+		if !written[i] {
 			continue
 		}
 		for off, end := i*dirtyChunk, min((i+1)*dirtyChunk, m.size); off < end; {
