@@ -7,7 +7,8 @@ here=$(cd "$(dirname "$0")" && pwd)
 export DEBIAN_FRONTEND=noninteractive LC_ALL=C
 
 base="ca-certificates systemd systemd-sysv udev dbus iproute2 kmod pciutils socat procps busybox-static cpio
-initramfs-tools openssh-server openssh-client iputils-ping zstd netcat-openbsd bridge-utils python3-minimal nfs-kernel-server"
+initramfs-tools openssh-server openssh-client iputils-ping zstd netcat-openbsd bridge-utils python3-minimal nfs-kernel-server
+rdma-core ibverbs-providers librdmacm1"
 xen="linux-image-amd64 xen-system-amd64 xen-utils-4.17 qemu-system-xen
 libvirt-daemon-system libvirt-daemon libvirt-daemon-driver-xen libvirt-clients"
 guest=linux-image-cloud-amd64 # small, but without a dom0's side of Xen
