@@ -37,7 +37,9 @@ type Guest struct {
 	Memory string // most memory of a session's executors; empty: gpuguest's default
 	Log    *slog.Logger
 
-	CompileAnew bool // see config.Executors
+	CompileAnew bool   // see config.Executors
+	RDMA        bool   // see config.Cluster
+	LendAt      string // HOST:PORT at which carriers reach this host; empty: nowhere
 	Sharing     turn.Settings
 }
 
@@ -72,6 +74,12 @@ func (g *Guest) Ensure(ctx context.Context) (started bool, err error) {
 	}
 	if g.CompileAnew {
 		args = append(args, "--compile-anew")
+	}
+	if g.RDMA {
+		args = append(args, "--rdma")
+		if g.LendAt != "" {
+			args = append(args, "--rdma-lend", g.LendAt)
+		}
 	}
 	if s := g.Sharing; s != (turn.Settings{}) {
 		args = append(args, "--sharing-policy", s.Policy, "--sharing-wait-charge", strconv.Itoa(s.WaitCharge), "--sharing-limit", s.Limit, "--sharing-end-after", s.EndAfter)

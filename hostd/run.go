@@ -55,6 +55,9 @@ func Run(ctx context.Context, o Options) (err error) {
 	}
 	exec := o.Config.Executors
 	guest := &Guest{Dir: o.Dir, Binary: o.Gpuguest, Users: exec.Users, Memory: exec.Memory, CompileAnew: exec.CompileAnew, Sharing: o.Config.Sharing.Settings, Log: o.Log}
+	if c := o.Config.Cluster; o.Data != "" && c.RDMA { // hostd --dev has no other hosts
+		guest.RDMA, guest.LendAt = true, c.LendAt()
+	}
 	if _, err := guest.Ensure(ctx); err != nil {
 		return err
 	}

@@ -53,6 +53,8 @@ type vmOptions struct {
 	Sharing turn.Settings `yaml:"sharing,omitempty"` // how sessions share a GPU
 	// Lend is the HOST:PORT at which carriers reach this VM; empty: its cards are its own.
 	Lend string `yaml:"lend,omitempty"`
+	// RDMA has carriers connect over RDMA where they can, to this VM too.
+	RDMA bool `yaml:"rdma,omitempty"`
 
 	mode os.FileMode
 	wait time.Duration

@@ -166,7 +166,7 @@ func runExecutor(ctx context.Context, in io.Reader, log *slog.Logger) error {
 		}
 	case cfg.Runtime.Remote != nil:
 		return carrier.Main(ctx, carrier.Config{
-			Generation: c.Generation, Socket: c.Socket, ImportSocket: c.ImportSocket, FileSocket: c.FileSocket, Relay: c.Relay,
+			Generation: c.Generation, Socket: c.Socket, ImportSocket: c.ImportSocket, FileSocket: c.FileSocket, Relay: c.Relay, RDMA: c.RDMA,
 			Remote: cfg.Runtime.Remote, Logger: cfg.Logger,
 		})
 	}

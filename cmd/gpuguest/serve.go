@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"fmt"
 	"log/slog"
 	"os"
@@ -19,8 +20,8 @@ import (
 
 func serveCommand(log *slog.Logger) *cobra.Command {
 	var api, apps, dir, users, memory, config, root string
-	var lend []string
-	var vm, anew bool
+	var lend, passed []string
+	var vm, anew, fast bool
 	var share turn.Settings
 	cmd := &cobra.Command{
 		Use:   "serve --socket PATH --app-socket PATH --rundir DIR | --vm [--config FILE]",
@@ -60,7 +61,16 @@ GPU that the VM has been given, and the host over the VM's channel.`,
 			}
 			defer leases.Close()
 			c.Lender = leases
-			return serveHost(cmd.Context(), c, api, apps)
+			ways := func(context.Context) error { return nil }
+			if fast {
+				w, err := newWays(launcher, users, append(passed, lend...), log)
+				if err != nil {
+					return err
+				}
+				defer w.Carriers.Close()
+				ways = w.Serve
+			}
+			return serveHost(cmd.Context(), c, api, apps, ways)
 		},
 	}
 	f := cmd.Flags()
@@ -70,6 +80,8 @@ GPU that the VM has been given, and the host over the VM's channel.`,
 	f.StringVar(&users, "executor-users", confine.DefaultRange().String(), "numbers of users, of which each session's executors get one if gpuguest is root")
 	f.StringVar(&memory, "executor-memory", "", "most memory of a session's executors, as 8GiB (default 7/8 of the machine's)")
 	f.StringSliceVar(&lend, "lend", nil, "addresses (HOST:PORT) where carriers of other hosts reach the GPUs that are lent to them")
+	f.BoolVar(&fast, "rdma", false, "connect to other hosts over RDMA where that is possible, and take their connections at the addresses of --lend and --rdma-lend")
+	f.StringSliceVar(&passed, "rdma-lend", nil, "addresses (HOST:PORT) where something else takes the connections of carriers of other hosts: what comes over RDMA is passed on to it")
 	f.BoolVar(&anew, "compile-anew", false, "keep nothing that runtimes have compiled for a user's program for its next session")
 	f.StringVar(&share.Policy, "sharing-policy", "", "how sessions share a GPU: fair (the default), credit, band or fifo")
 	f.IntVar(&share.WaitCharge, "sharing-wait-charge", 0, "percent of the time for which a GPU is kept idle for an owner that this owner pays for (default 50)")

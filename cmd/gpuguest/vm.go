@@ -66,21 +66,20 @@ func (o vmOptions) launcher(log *slog.Logger) (*session.ExecLauncher, error) {
 	return l, nil
 }
 
-// listenRelay opens the socket at which carriers have the host make connections for them. Only
-// root, this user and those of executors may use it.
-func (o vmOptions) listenRelay(path string, log *slog.Logger) (*net.UnixListener, *relay.Guest, error) {
-	users, err := confine.ParseRange(o.Users)
+// listenForCarriers opens a socket at which carriers have connections made for them, and
+// returns who may: root, this user and those of executors.
+func listenForCarriers(path, executors string) (l *net.UnixListener, may func(uid uint32) bool, err error) {
+	users, err := confine.ParseRange(executors)
 	if err != nil {
 		return nil, nil, err
 	}
-	l, err := rundir.ListenMode(path, 0o666)
-	if err != nil {
+	if l, err = rundir.ListenMode(path, 0o666); err != nil {
 		return nil, nil, err
 	}
 	own := uint32(os.Geteuid())
-	return l, relay.NewGuest(func(uid uint32) bool {
+	return l, func(uid uint32) bool {
 		return uid == 0 || uid == own || uid >= users.First && uid <= users.Last
-	}, log), nil
+	}, nil
 }
 
 // serveVM runs gpuguest in a VM. root is the folder with the VM's files: /, except in
@@ -119,13 +118,23 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	apps, aerr := listenApps(o)
 	api := filepath.Join(o.RunDir, apiSocket)
 	host, herr := rundir.Listen(api)
-	carriers, outside, rerr := o.listenRelay(launcher.Relay, log)
+	carriers, may, rerr := listenForCarriers(launcher.Relay, o.Users)
 	if err := errors.Join(aerr, herr, rerr); err != nil {
 		return err
 	}
 	defer apps.Close()
 	defer host.Close()
 	defer carriers.Close()
+	outside := relay.NewGuest(may, log)
+	rdma := func(context.Context) error { return nil }
+	if o.RDMA {
+		w, err := newWays(launcher, o.Users, []string{o.Lend}, log)
+		if err != nil {
+			return err
+		}
+		defer w.Carriers.Close()
+		rdma = w.Serve
+	}
 
 	// The end of ctx ends all servers and their calls: operations roll back.
 	ctx, cancel := context.WithCancel(ctx)
@@ -154,7 +163,7 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	srv := &http.Server{Handler: mux, ReadHeaderTimeout: endTime, BaseContext: func(net.Listener) context.Context { return ctx }}
 	port := channel.Port{Root: root, Name: o.Channel}
 
-	failed := make(chan error, 5)
+	failed := make(chan error, 6)
 	var wg sync.WaitGroup
 	start := func(what string, f func() error) {
 		wg.Go(func() {
@@ -166,6 +175,7 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	start("sessions' socket", func() error { return srv.Serve(host) })
 	start("applications", func() error { return gate.Run(ctx) })
 	start("carriers", func() error { return outside.Serve(ctx, carriers) })
+	start("connections over RDMA", func() error { return rdma(ctx) })
 	start("devices", func() error { return a.Run(ctx) })
 	start("channel", func() error { return channel.Serve(ctx, port.Open, mux, channel.WithLogger(log)) })
 	log.Info("serving the VM", "apps", o.AppSocket, "api", api, "channel", o.Channel)

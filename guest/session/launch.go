@@ -80,6 +80,7 @@ type ExecutorConfig struct {
 	FileSocket   string          `json:"file_socket"`
 	TurnSocket   string          `json:"turn_socket,omitempty"`
 	Relay        string          `json:"relay,omitempty"`  // socket for connections of carriers through the VM's host
+	RDMA         string          `json:"rdma,omitempty"`   // socket for connections of carriers over RDMA
 	Runtime      json.RawMessage `json:"runtime"`          // gpuctl.v1.Runtime
 	Device       json.RawMessage `json:"device,omitempty"` // gpuctl.v1.VirtualDevice
 	CacheKey     []byte          `json:"cache_key,omitempty"`
@@ -120,6 +121,9 @@ type ExecLauncher struct {
 	// Relay is the socket at which carriers have the VM's host make connections; empty: this
 	// is no VM.
 	Relay string
+	// RDMA is the socket at which carriers have connections over RDMA made; empty: they have
+	// none.
+	RDMA string
 
 	mu   sync.Mutex
 	warm map[string]*started // processes that were started in advance, by Dir
@@ -147,7 +151,7 @@ func (st *started) end() {
 
 // Launch implements Launcher.
 func (l *ExecLauncher) Launch(ctx context.Context, spec Spec, journal func(Process) error) (Process, error) {
-	cfg, err := spec.config(l.Relay)
+	cfg, err := spec.config(l.Relay, l.RDMA)
 	if err != nil {
 		return nil, err
 	}
@@ -386,7 +390,7 @@ func (l *ExecLauncher) take(spec *Spec) *started {
 	return st
 }
 
-func (spec *Spec) config(relay string) ([]byte, error) {
+func (spec *Spec) config(relay, rdma string) ([]byte, error) {
 	rt, err := protojson.Marshal(spec.Runtime)
 	if err != nil {
 		return nil, fmt.Errorf("encode runtime: %w", err)
@@ -397,7 +401,7 @@ func (spec *Spec) config(relay string) ([]byte, error) {
 		Runtime: rt, CacheKey: spec.CacheKey, AppPID: spec.AppPID, AppStart: spec.AppStart, Far: spec.Far,
 	}
 	if spec.Runtime.GetRemote() != nil {
-		c.Relay = relay
+		c.Relay, c.RDMA = relay, rdma
 	}
 	if spec.Budget != nil {
 		c.BudgetFD, c.BudgetLine = 3+len(spec.Memory), spec.BudgetLine

@@ -157,6 +157,8 @@ type Cluster struct {
 	// host lends to their sessions, or LendNothing. Default: the port after that of
 	// Listen, on the same addresses.
 	LendListen string `yaml:"lendListen,omitempty"`
+	// RDMA has sessions reach GPUs of other hosts over RDMA where they can, and be reached so.
+	RDMA bool `yaml:"rdma,omitempty"`
 	// RaftMultiplier multiplies Raft's time-outs, for hosts that are slow or far apart: 1
 	// (the default) to 10. It must be the same on all hosts.
 	RaftMultiplier int `yaml:"raftMultiplier,omitempty"`

@@ -31,7 +31,7 @@ type Library struct{ f C.gxRsockets }
 
 // Open loads librdmacm, and reports whether there is a device: the error is ErrNone if not.
 func Open() (*Library, error) {
-	l, err := open(name, "r")
+	l, err := Load(name, "r")
 	if err != nil {
 		return nil, err
 	}
@@ -43,9 +43,9 @@ func Open() (*Library, error) {
 	return l, nil
 }
 
-// open loads a library with the functions of sockets, each name behind a prefix: the tests'
+// Load loads a library with the functions of sockets, each name behind a prefix. That of tests
 // is the C library, whose sockets have the same functions.
-func open(path, prefix string) (*Library, error) {
+func Load(path, prefix string) (*Library, error) {
 	p, b := C.CString(path), C.CString(prefix)
 	defer C.free(unsafe.Pointer(p))
 	defer C.free(unsafe.Pointer(b))

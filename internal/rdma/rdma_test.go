@@ -30,7 +30,7 @@ func world(t *testing.T) (*Library, string) {
 		}
 		return l, ip
 	}
-	l, err := open("libc.so.6", "")
+	l, err := Load("libc.so.6", "")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -187,7 +187,7 @@ func TestDialFails(t *testing.T) {
 
 func TestLibrariesWithoutTheFunctions(t *testing.T) {
 	for path, says := range map[string]string{"libgpuctl-none.so": "cannot open", "libm.so.6": "libm.so.6 has no rsocket"} {
-		if _, err := open(path, "r"); !errors.Is(err, ErrNone) || !strings.Contains(err.Error(), says) {
+		if _, err := Load(path, "r"); !errors.Is(err, ErrNone) || !strings.Contains(err.Error(), says) {
 			t.Errorf("%s: %v", path, err)
 		}
 	}

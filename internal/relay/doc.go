@@ -13,6 +13,10 @@
 // Guest and Host are hostile to each other: each bounds what the other one can make it keep.
 // Neither looks at what passes; both ends of it use TLS.
 //
+// Near and Pass do the same without a VM, for ways that programs cannot take themselves, as
+// connections that cannot be handed from one process to another: Near makes programs'
+// connections, and Pass passes on to a port what has come by such a way.
+//
 // What streams are made of (a vchan, a virtio port) and which ports a VM may reach is the
 // callers' to know.
 package relay

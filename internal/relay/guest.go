@@ -30,7 +30,6 @@ type Guest struct {
 	host    string        // the instance of the host that was told last
 	calls   uint64        // of Watch
 	joined  map[net.Conn]string
-	wg      sync.WaitGroup
 }
 
 // waiting is a program's connection that the host has not made yet.
@@ -47,27 +46,7 @@ func NewGuest(may func(uid uint32) bool, log *slog.Logger) *Guest {
 
 // Serve accepts programs' connections until ctx ends, and returns when all of them have ended.
 func (g *Guest) Serve(ctx context.Context, l *net.UnixListener) error {
-	defer g.wg.Wait()
-	defer g.drop(func(string) bool { return true })
-	defer context.AfterFunc(ctx, func() { _ = l.Close() })()
-	for {
-		conn, err := l.AcceptUnix()
-		if ctx.Err() != nil || errors.Is(err, net.ErrClosed) {
-			return nil
-		}
-		if err != nil { // as no descriptor is left: that passes
-			time.Sleep(100 * time.Millisecond)
-			continue
-		}
-		g.wg.Go(func() {
-			if err := g.program(conn); err != nil {
-				g.Log.Debug("a connection through the host", "err", err)
-				_ = conn.SetWriteDeadline(time.Now().Add(time.Second))
-				_, _ = conn.Write([]byte("no " + reasonOf(err) + "\n"))
-				_ = conn.Close()
-			}
-		})
-	}
+	return serve(ctx, l, g.Log, g.program, func() { g.drop(func(string) bool { return true }) })
 }
 
 // program waits until the host has made a program's connection. An error is for the program,

@@ -7,8 +7,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/gpuctl/gpuctl/internal/excerpt"
@@ -35,9 +37,10 @@ const (
 
 // Errors of connections.
 var (
-	// ErrRefused is returned for what the host does not let the VM reach.
-	ErrRefused = errors.New("the VM's host refuses the connection")
-	errFull    = fmt.Errorf("%d connections go through the host, and there are no more", mostJoined)
+	// ErrRefused is returned for what the host does not let the VM reach, and for what was not
+	// reached.
+	ErrRefused = errors.New("the relay refuses the connection")
+	errFull    = fmt.Errorf("%d connections go through the relay, and there are no more", mostJoined)
 	errHead    = errors.New("not a request of a program for a connection")
 )
 
@@ -109,8 +112,8 @@ func readLine(r io.Reader, most int) (string, error) {
 	}
 }
 
-// Dial connects to an address outside the VM, through the Guest that listens at the socket,
-// and sends first. bulk says that much may go over it at once.
+// Dial connects to an address through the Guest or Near that listens at the socket, and sends
+// first. bulk says that much may go over it at once.
 func Dial(ctx context.Context, socket, address string, bulk bool, first []byte) (net.Conn, error) {
 	w := Wish{Address: address, Bulk: bulk, First: first}
 	if err := w.Check(); err != nil {
@@ -118,7 +121,7 @@ func Dial(ctx context.Context, socket, address string, bulk bool, first []byte) 
 	}
 	conn, err := (&net.Dialer{}).DialContext(ctx, "unix", socket)
 	if err != nil {
-		return nil, fmt.Errorf("relay of the VM: %w", err)
+		return nil, fmt.Errorf("relay: %w", err)
 	}
 	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
 	_, werr := conn.Write(w.head()) // fails if it is refused before it is read: the answer says why
@@ -132,16 +135,43 @@ func Dial(ctx context.Context, socket, address string, bulk bool, first []byte) 
 	reason, refused := strings.CutPrefix(answer, "no ")
 	switch {
 	case err != nil:
-		err = fmt.Errorf("relay of the VM: %w", err)
+		err = fmt.Errorf("relay: %w", err)
 	case refused:
 		err = fmt.Errorf("%w: %s", ErrRefused, reason)
 	case answer != "ok":
-		err = fmt.Errorf("relay of the VM answers %q: %w", answer, errHead)
+		err = fmt.Errorf("relay answers %q: %w", answer, errHead)
 	default:
 		return conn, nil
 	}
 	conn.Close()
 	return nil, err
+}
+
+// serve accepts programs' connections until ctx ends, calls end then, and returns when all of
+// them have ended. An error of program is told to the program.
+func serve(ctx context.Context, l *net.UnixListener, log *slog.Logger, program func(*net.UnixConn) error, end func()) error {
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer end()
+	defer context.AfterFunc(ctx, func() { _ = l.Close() })()
+	for {
+		conn, err := l.AcceptUnix()
+		if ctx.Err() != nil || errors.Is(err, net.ErrClosed) {
+			return nil
+		}
+		if err != nil { // as no descriptor is left: that passes
+			time.Sleep(100 * time.Millisecond)
+			continue
+		}
+		wg.Go(func() {
+			if err := program(conn); err != nil {
+				log.Debug("a connection of a program is not made", "err", err)
+				_ = conn.SetWriteDeadline(time.Now().Add(time.Second))
+				_, _ = conn.Write([]byte("no " + reasonOf(err) + "\n"))
+				_ = conn.Close()
+			}
+		})
+	}
 }
 
 // reasonOf returns an error's text in one line.

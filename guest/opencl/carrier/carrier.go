@@ -45,6 +45,7 @@ type Config struct {
 	ImportSocket string // contents from the executor that served the session before
 	FileSocket   string // files that gpuguest sends
 	Relay        string // where connections through this VM's host are made; empty: not in a VM
+	RDMA         string // where connections over RDMA are made; empty: none are
 	Remote       *gpuctlv1.Remote
 	Logger       *slog.Logger
 }
@@ -210,9 +211,12 @@ func (c *carrier) target(r *gpuctlv1.Remote, h remote.Hello) error {
 	}
 	_, _ = rand.Read(h.Carrier[:]) // never fails
 	c.dialer = &remote.Dialer{
-		Addresses: r.Addresses, Relay: c.cfg.Relay, Token: remote.Token(r.Token), Plain: r.Plain, Peer: r.PeerCertSha256,
+		Addresses: r.Addresses, Relay: c.cfg.Relay, RDMA: c.cfg.RDMA, Token: remote.Token(r.Token), Plain: r.Plain, Peer: r.PeerCertSha256,
 		Own: remote.Identity{Certificate: r.Certificate, Key: r.PrivateKey}, Hello: h,
 		Compress: remote.Compress{Always: r.CompressAlways, Counts: &compress.Counts{}},
+	}
+	if c.cfg.RDMA != "" {
+		c.dialer.Addresses = remote.WithRDMA(r.Addresses)
 	}
 	c.control = newControl(c.dialer)
 	c.outage = DefaultOutage

@@ -36,7 +36,7 @@ var (
 	ErrSilent = errors.New("the far host takes the connection and does not answer")
 )
 
-var errNoRelay = errors.New("this program is not in a VM whose host makes connections for it")
+var errNoRelay = errors.New("nobody makes connections in this way for this program")
 
 // Role is what a connection is for.
 type Role uint8
@@ -328,6 +328,7 @@ func (i Identity) config(peer []byte, role Role) (*tls.Config, error) {
 type Dialer struct {
 	Addresses []string // the one that was reached last is tried first, the others in order, a moment later
 	Relay     string   // socket at which connections through this VM's host are made, for addresses with relay.Prefix
+	RDMA      string   // socket at which connections over RDMA are made, for addresses with RDMAPrefix
 	Token     Token
 	Plain     bool
 	Own       Identity
@@ -430,11 +431,13 @@ func (d *Dialer) greeted(ctx context.Context, conn net.Conn, role Role) (net.Con
 // connect makes a connection, and sends the preamble.
 func (d *Dialer) connect(ctx context.Context, addr string, role Role) (net.Conn, error) {
 	preamble := Preamble{role, d.Plain, d.Token}.Append(nil)
-	if port, ok := strings.CutPrefix(addr, relay.Prefix); ok {
-		if d.Relay == "" {
-			return nil, errNoRelay
+	for prefix, socket := range map[string]string{relay.Prefix: d.Relay, RDMAPrefix: d.RDMA} {
+		if port, ok := strings.CutPrefix(addr, prefix); ok {
+			if socket == "" {
+				return nil, errNoRelay
+			}
+			return relay.Dial(ctx, socket, port, role != Commands && role != Control, preamble)
 		}
-		return relay.Dial(ctx, d.Relay, port, role != Commands && role != Control, preamble)
 	}
 	conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", addr)
 	if err != nil {

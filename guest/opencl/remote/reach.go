@@ -118,6 +118,20 @@ func (r *race) mayBegin(n int) bool {
 	return !slices.ContainsFunc(r.left, func(other int) bool { return !r.d.relayed(other) && r.failed[other] == nil })
 }
 
+// RDMAPrefix begins an address (HOST:PORT) that is reached over RDMA.
+const RDMAPrefix = "rdma:"
+
+// WithRDMA returns addresses with a way over RDMA before each to which there may be one.
+func WithRDMA(addresses []string) (out []string) {
+	for _, a := range addresses {
+		if !strings.HasPrefix(a, relay.Prefix) && !strings.HasPrefix(a, RDMAPrefix) {
+			out = append(out, RDMAPrefix+a)
+		}
+		out = append(out, a)
+	}
+	return out
+}
+
 func (d *Dialer) relayed(n int) bool { return strings.HasPrefix(d.Addresses[n], relay.Prefix) }
 
 // err is why none was reached: how each has failed, or why it was given up.

@@ -6,7 +6,7 @@
 // GPUCTL_TEST_CARRIER says how: tcp; tls; cut for TLS over connections that are cut
 // again and again; mixed for a carrier in every other generation of a session's
 // executors, and an executor in the rest; roam for the same over TLS; relay for that as from a VM without
-// a network; break for that over connections of
+// a network; rdma for that over connections as RDMA has them; break for that over connections of
 // contents that break; zstd with everything compressed that can be; or straight for TLS to two lease managers in turn, as of
 // two hosts, with contents that go straight from one to the other. GPUCTL_TEST_CARRIER_CUT says
 // which of those connections are cut: never; early, while the application runs; final, while
@@ -85,7 +85,7 @@ func serveCarried(ctx context.Context, api, apps, dir, users string, anew bool) 
 		real.Users = &confine.Users{Range: r, Dir: "/run/gpuctl/users"}
 	}
 	mode := os.Getenv("GPUCTL_TEST_CARRIER")
-	if !slices.Contains([]string{"tcp", "tls", "cut", "mixed", "roam", "relay", "break", "zstd", "straight"}, mode) {
+	if !slices.Contains([]string{"tcp", "tls", "cut", "mixed", "roam", "relay", "rdma", "break", "zstd", "straight"}, mode) {
 		return fmt.Errorf("GPUCTL_TEST_CARRIER is %q", mode)
 	}
 	outage := time.Minute
@@ -114,6 +114,11 @@ func serveCarried(ctx context.Context, api, apps, dir, users string, anew bool) 
 	}
 	if mode == "relay" {
 		if real.Relay, err = relayed(ctx, dir, log); err != nil {
+			return err
+		}
+	}
+	if mode == "rdma" {
+		if at, err = overRDMA(ctx, real, leases.Addresses()[0], log); err != nil {
 			return err
 		}
 	}
@@ -155,7 +160,7 @@ type launcher struct {
 
 // Launch implements session.Launcher.
 func (l *launcher) Launch(ctx context.Context, spec session.Spec, journal func(session.Process) error) (session.Process, error) {
-	if slices.Contains([]string{"mixed", "roam", "relay", "break", "zstd"}, l.mode) && spec.Generation%2 == 0 {
+	if slices.Contains([]string{"mixed", "roam", "relay", "rdma", "break", "zstd"}, l.mode) && spec.Generation%2 == 0 {
 		return l.ExecLauncher.Launch(ctx, spec, journal)
 	}
 	leases, id := l.hosts.of(&spec)

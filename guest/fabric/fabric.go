@@ -1,0 +1,151 @@
+package fabric
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/netip"
+	"sync"
+	"time"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
+	"github.com/gpuctl/gpuctl/internal/rdma"
+	"github.com/gpuctl/gpuctl/internal/relay"
+	"github.com/gpuctl/gpuctl/internal/wait"
+)
+
+// again is after what time a device is looked for that was not there.
+const again = 10 * time.Second
+
+// Config has the settings of Ways.
+type Config struct {
+	// Carriers is where this machine's carriers ask for connections, those of users for whom May
+	// returns true.
+	Carriers *net.UnixListener
+	May      func(uid uint32) bool
+	// At has the addresses (HOST:PORT) at which carriers of other hosts come. The port of RDMA
+	// is that of TCP, to which connections are passed on.
+	At []string
+	// Open returns the library; nil: rdma.Open. It is asked again after an error.
+	Open func() (*rdma.Library, error)
+	Log  *slog.Logger
+}
+
+// Ways are connections over RDMA. It is safe for concurrent use.
+type Ways struct {
+	Config
+
+	mu  sync.Mutex
+	lib *rdma.Library
+}
+
+// New returns Ways. They do nothing yet.
+func New(c Config) *Ways {
+	if c.Open == nil {
+		c.Open = rdma.Open
+	}
+	return &Ways{Config: c}
+}
+
+// Serve makes connections and passes them on until ctx ends.
+func (w *Ways) Serve(ctx context.Context) error {
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	for _, at := range w.At {
+		wg.Go(func() { w.listen(ctx, at, loopback(at)) })
+	}
+	near := relay.Near{Log: w.Log, Dial: w.dial, May: func(uid uint32, first []byte) error {
+		if !w.May(uid) {
+			return fmt.Errorf("user %d may not connect over RDMA", uid)
+		}
+		_, err := remote.ParsePreamble(first)
+		return err
+	}}
+	return near.Serve(ctx, w.Carriers)
+}
+
+// library returns the library, if there is a device.
+func (w *Ways) library() (*rdma.Library, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.lib != nil {
+		return w.lib, nil
+	}
+	l, err := w.Open()
+	if err == nil {
+		w.lib = l
+	}
+	return l, err
+}
+
+func (w *Ways) dial(ctx context.Context, address string) (io.ReadWriteCloser, error) {
+	l, err := w.library()
+	if err != nil {
+		return nil, err
+	}
+	return l.Dial(ctx, address)
+}
+
+// listen passes on what comes for a port. It listens when there is a device.
+func (w *Ways) listen(ctx context.Context, at, to string) {
+	for said := false; ; said = true {
+		l, err := w.library()
+		var s *rdma.Listener
+		if err == nil {
+			s, err = l.Listen(ctx, at)
+		}
+		if err == nil {
+			w.Log.Info("carriers of other hosts may come over RDMA", "address", s.Addr())
+			Pass(ctx, s, to, w.Log)
+			return
+		}
+		if !said {
+			w.Log.Warn("carriers of other hosts cannot come over RDMA for now", "address", at, "err", err)
+		}
+		if wait.For(ctx, again) != nil {
+			return
+		}
+	}
+}
+
+// Pass passes on what comes to a listener, which it closes, to a port of TCP, until ctx ends.
+// Nothing is passed on that does not begin as a carrier's connection does: the port may be
+// somebody else's by now.
+func Pass(ctx context.Context, s *rdma.Listener, to string, log *slog.Logger) {
+	defer context.AfterFunc(ctx, func() { _ = s.Close() })()
+	defer s.Close()
+	p := relay.Pass{
+		Log: log,
+		Accept: func() (io.ReadWriteCloser, netip.Addr, error) {
+			c, err := s.Accept()
+			if err != nil {
+				return nil, netip.Addr{}, err
+			}
+			return c, c.RemoteAddr().Addr(), nil
+		},
+		First: func(r io.Reader) ([]byte, error) {
+			b := make([]byte, remote.PreambleSize)
+			if _, err := io.ReadFull(r, b); err != nil {
+				return nil, err
+			}
+			_, err := remote.ParsePreamble(b)
+			return b, err
+		},
+		Dial: func(ctx context.Context) (net.Conn, error) { return (&net.Dialer{}).DialContext(ctx, "tcp", to) },
+	}
+	p.Serve(ctx)
+}
+
+// loopback returns where a port of this machine is reached that listens at an address.
+func loopback(at string) string {
+	host, port, err := net.SplitHostPort(at)
+	if err != nil {
+		return at
+	}
+	if ip, err := netip.ParseAddr(host); host == "" || err == nil && ip.IsUnspecified() {
+		return net.JoinHostPort("localhost", port)
+	}
+	return at
+}

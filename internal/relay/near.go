@@ -1,0 +1,219 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/gpuctl/gpuctl/internal/unixrpc"
+	"github.com/gpuctl/gpuctl/internal/wait"
+)
+
+// Near makes programs' connections in a way that only this process has. It is safe for
+// concurrent use.
+type Near struct {
+	// May returns an error for a user that may not connect, or for what it sends first.
+	May func(uid uint32, first []byte) error
+	// Dial connects to an address.
+	Dial func(ctx context.Context, address string) (io.ReadWriteCloser, error)
+	Log  *slog.Logger
+
+	open atomic.Int64
+}
+
+// Serve accepts programs' connections until ctx ends, and returns when all of them have ended.
+func (n *Near) Serve(ctx context.Context, l *net.UnixListener) error {
+	return serve(ctx, l, n.Log, func(conn *net.UnixConn) error { return n.program(ctx, conn) }, func() {})
+}
+
+func (n *Near) program(ctx context.Context, conn *net.UnixConn) error {
+	defer n.open.Add(-1)
+	if n.open.Add(1) > mostJoined {
+		return errFull
+	}
+	peer, err := unixrpc.Credentials(conn)
+	if err != nil {
+		return err
+	}
+	_ = conn.SetDeadline(time.Now().Add(headFor))
+	w, err := readHead(conn)
+	if err == nil {
+		err = n.May(peer.UID, w.First)
+	}
+	if err != nil {
+		return err
+	}
+	_ = conn.SetDeadline(time.Time{})
+	out, err := n.dial(ctx, w)
+	if err != nil {
+		return err
+	}
+	if _, err := io.WriteString(conn, "ok\n"); err != nil {
+		_ = out.Close()
+		return err
+	}
+	both(ctx, conn, out)
+	return nil
+}
+
+// dial connects to an address, and sends what is first.
+func (n *Near) dial(ctx context.Context, w Wish) (io.ReadWriteCloser, error) {
+	ctx, cancel := context.WithTimeout(ctx, dialFor)
+	defer cancel()
+	out, err := n.Dial(ctx, w.Address)
+	if err != nil {
+		return nil, err
+	}
+	defer context.AfterFunc(ctx, func() { _ = out.Close() })()
+	if _, err := out.Write(w.First); err != nil {
+		_ = out.Close()
+		return nil, err
+	}
+	return out, nil
+}
+
+// both is join, which the end of ctx ends, too.
+func both(ctx context.Context, a, b io.ReadWriteCloser) {
+	defer context.AfterFunc(ctx, func() {
+		_ = a.Close()
+		_ = b.Close()
+	})()
+	join(a, b)
+}
+
+// Pass passes connections that come in a way of this process on to a port. The port does not
+// see where they come from, so their number is limited here.
+type Pass struct {
+	// Accept returns the next connection, and where it comes from.
+	Accept func() (conn io.ReadWriteCloser, from netip.Addr, err error)
+	// First reads and returns what comes first, or why that is not for the port.
+	First func(io.Reader) ([]byte, error)
+	// Dial connects to the port.
+	Dial func(ctx context.Context) (net.Conn, error)
+	Log  *slog.Logger
+
+	mu       sync.Mutex
+	unproven map[netip.Addr]int
+	all      int // unproven
+	joined   int
+}
+
+// mostStrange is how many connections there may be to which the port has not answered, less
+// than hostd's port lets one address have.
+const mostStrange = 12
+
+// Serve passes connections on until ctx ends or Accept says net.ErrClosed, and returns when
+// all of them have ended.
+func (p *Pass) Serve(ctx context.Context) {
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	for {
+		conn, from, err := p.Accept()
+		switch {
+		case ctx.Err() != nil || errors.Is(err, net.ErrClosed):
+			if err == nil {
+				_ = conn.Close()
+			}
+			return
+		case err != nil:
+			p.Log.Warn("accept a connection", "err", err)
+			_ = wait.For(ctx, 100*time.Millisecond)
+			continue
+		}
+		proven, err := p.admit(from.Unmap())
+		if err != nil {
+			p.refused(from, err)
+			_ = conn.Close()
+			continue
+		}
+		wg.Go(func() {
+			defer p.leave()
+			defer proven()
+			if err := p.pass(ctx, conn, proven); err != nil && ctx.Err() == nil {
+				p.refused(from, err)
+			}
+			_ = conn.Close()
+		})
+	}
+}
+
+func (p *Pass) refused(from netip.Addr, err error) {
+	p.Log.Warn("a connection is not passed on", "from", from, "err", err)
+}
+
+// admit counts a connection that the port has not answered; proven ends that.
+func (p *Pass) admit(from netip.Addr) (proven func(), err error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	switch {
+	case p.unproven[from] >= mostUnproven || p.all >= mostStrange:
+		return nil, fmt.Errorf("%d of its connections, %d of all, have not said who they are", p.unproven[from], p.all)
+	case p.joined >= mostJoined:
+		return nil, errFull
+	}
+	if p.unproven == nil {
+		p.unproven = map[netip.Addr]int{}
+	}
+	p.unproven[from]++
+	p.all++
+	p.joined++
+	return sync.OnceFunc(func() {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		if p.unproven[from]--; p.unproven[from] == 0 {
+			delete(p.unproven, from)
+		}
+		p.all--
+	}), nil
+}
+
+func (p *Pass) leave() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.joined--
+}
+
+func (p *Pass) pass(ctx context.Context, conn io.ReadWriteCloser, proven func()) error {
+	out, err := p.begin(ctx, conn)
+	if err != nil {
+		return err
+	}
+	_ = out.SetReadDeadline(time.Now().Add(provenFor))
+	answers := &proving{Conn: out, proven: proven}
+	both(ctx, answers, conn)
+	if !answers.done && ctx.Err() == nil {
+		return errors.New("the port has not answered it")
+	}
+	return nil
+}
+
+// begin connects to the port, and sends it what comes first.
+func (p *Pass) begin(ctx context.Context, conn io.ReadWriteCloser) (net.Conn, error) {
+	heading, cancel := context.WithTimeout(ctx, headFor)
+	defer cancel()
+	defer context.AfterFunc(heading, func() { _ = conn.Close() })()
+	first, err := p.First(conn)
+	if err != nil {
+		return nil, err
+	}
+	dialing, cancel := context.WithTimeout(ctx, dialFor)
+	defer cancel()
+	out, err := p.Dial(dialing)
+	if err != nil {
+		return nil, err
+	}
+	_ = out.SetWriteDeadline(time.Now().Add(dialFor))
+	if _, err := out.Write(first); err != nil {
+		_ = out.Close()
+		return nil, err
+	}
+	_ = out.SetWriteDeadline(time.Time{})
+	return out, nil
+}
