@@ -529,6 +529,12 @@ func TestSwapsDoNotShowBehindCarriers(t *testing.T) {
 	swapsDoNotShow(t, 15*time.Second)
 }
 
+// TestSwapsDoNotShowOverRDMA does the same over connections as RDMA has them.
+func TestSwapsDoNotShowOverRDMA(t *testing.T) {
+	behindCarriers(t, "rdma")
+	swapsDoNotShow(t, 8*time.Second)
+}
+
 // TestMappedRegionsThatCommandsUse has programs with commands that read to mapped regions, or
 // write from them, before the application can see that the regions are mapped, and after it has
 // asked to unmap them.

@@ -1,0 +1,167 @@
+package fabric
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"errors"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
+	"github.com/gpuctl/gpuctl/internal/rdma"
+	"github.com/gpuctl/gpuctl/internal/relay"
+	"github.com/gpuctl/gpuctl/internal/rundir"
+	"github.com/gpuctl/gpuctl/internal/testkit"
+)
+
+// world is a library and the address of a device. Without GPUCTL_TEST_RDMA (see package rdma)
+// the C library's sockets stand in, so connections over "RDMA" go to a port of TCP.
+func world(t *testing.T) (l *rdma.Library, ip string) {
+	t.Helper()
+	var err error
+	if ip = os.Getenv("GPUCTL_TEST_RDMA"); ip != "" {
+		l, err = rdma.Open()
+	} else {
+		ip = "127.0.0.1"
+		l, err = rdma.Load("libc.so.6", "")
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return l, ip
+}
+
+// serve serves until the test's end, and returns the carriers' socket.
+func serve(t *testing.T, c Config) string {
+	t.Helper()
+	socket := filepath.Join(t.TempDir(), "s")
+	var err error
+	if c.Carriers, err = rundir.ListenMode(socket, 0o666); err != nil {
+		t.Fatal(err)
+	}
+	if c.May == nil {
+		c.May = func(uint32) bool { return true }
+	}
+	c.Log = slog.New(slog.DiscardHandler)
+	ctx, cancel := context.WithCancel(context.Background())
+	var work sync.WaitGroup
+	work.Go(func() { _ = New(c).Serve(ctx) })
+	t.Cleanup(func() {
+		cancel()
+		work.Wait()
+	})
+	return socket
+}
+
+var first = remote.Preamble{Role: remote.Commands, Token: remote.Token{1, 2, 3}}.Append(nil)
+
+// A carrier's connection arrives at the far host's port of TCP, and nothing else does.
+func TestCarriersReachThePort(t *testing.T) {
+	l, ip := world(t)
+	port := testkit.Port(t, func(c net.Conn) { _, _ = io.Copy(c, c) })
+	s, err := l.Listen(t.Context(), net.JoinHostPort(ip, "0"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	at := s.Addr().String()
+	ctx, cancel := context.WithCancel(context.Background())
+	var work sync.WaitGroup
+	work.Go(func() { Pass(ctx, s, port, slog.New(slog.DiscardHandler)) })
+	t.Cleanup(func() {
+		cancel()
+		work.Wait()
+	})
+	socket := serve(t, Config{Open: func() (*rdma.Library, error) { return l, nil }})
+	conn, err := relay.Dial(testkit.Context(t), socket, at, true, first)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	data, got := make([]byte, 16<<20), make([]byte, len(first)+16<<20)
+	_, _ = rand.Read(data)
+	go func() { _, _ = conn.Write(data) }()
+	if _, err := io.ReadFull(conn, got); err != nil || !bytes.Equal(got, append(bytes.Clone(first), data...)) {
+		t.Errorf("other bytes than were sent: %v", err)
+	}
+
+	stranger, err := l.Dial(testkit.Context(t), at)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer stranger.Close()
+	_, _ = stranger.Write([]byte("GET / HTTP/1.1\r\nHost: x\r\nUser-Agent: nobody that the port knows\r\n\r\n"))
+	if n, err := stranger.Read(make([]byte, 1)); n != 0 || err == nil {
+		t.Errorf("the port has answered a stranger: %d, %v", n, err)
+	}
+}
+
+// A device that comes later is used.
+func TestDevicesMayComeLater(t *testing.T) {
+	l, ip := world(t)
+	var asked atomic.Int64
+	socket := serve(t, Config{Open: func() (*rdma.Library, error) {
+		if asked.Add(1) == 1 {
+			return nil, rdma.ErrNone
+		}
+		return l, nil
+	}})
+	s, err := l.Listen(t.Context(), net.JoinHostPort(ip, "0"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	_, err = relay.Dial(testkit.Context(t), socket, s.Addr().String(), false, first)
+	if !errors.Is(err, relay.ErrRefused) || !strings.Contains(err.Error(), rdma.ErrNone.Error()) {
+		t.Errorf("without a device: %v", err)
+	}
+	conn, err := relay.Dial(testkit.Context(t), socket, s.Addr().String(), false, first)
+	if err != nil {
+		t.Fatal(err)
+	}
+	conn.Close()
+}
+
+func TestOthersMayNotConnect(t *testing.T) {
+	l, ip := world(t)
+	s, err := l.Listen(t.Context(), net.JoinHostPort(ip, "0"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	open := func() (*rdma.Library, error) { return l, nil }
+	for says, c := range map[string]struct {
+		may   bool
+		first []byte
+	}{
+		"may not connect over RDMA": {false, first},
+		remote.ErrPreamble.Error():  {true, bytes.Repeat([]byte{'x'}, len(first))},
+	} {
+		socket := serve(t, Config{Open: open, May: func(uint32) bool { return c.may }})
+		conn, err := relay.Dial(testkit.Context(t), socket, s.Addr().String(), false, c.first)
+		if err == nil {
+			conn.Close()
+		}
+		if !errors.Is(err, relay.ErrRefused) || !strings.Contains(err.Error(), says) {
+			t.Errorf("%s: %v", says, err)
+		}
+	}
+}
+
+func TestLoopback(t *testing.T) {
+	for at, want := range map[string]string{
+		":7651": "localhost:7651", "0.0.0.0:7651": "localhost:7651", "[::]:7651": "localhost:7651",
+		"192.0.2.1:7651": "192.0.2.1:7651", "[2001:db8::1]:7651": "[2001:db8::1]:7651",
+	} {
+		if got := loopback(at); got != want {
+			t.Errorf("%s: %s, not %s", at, got, want)
+		}
+	}
+}
