@@ -2,6 +2,7 @@ package fabric
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/rand"
 	"errors"
@@ -26,18 +27,19 @@ import (
 // the C library's sockets stand in, so connections over "RDMA" go to a port of TCP.
 func world(t *testing.T) (l *rdma.Library, ip string) {
 	t.Helper()
-	var err error
-	if ip = os.Getenv("GPUCTL_TEST_RDMA"); ip != "" {
-		l, err = rdma.Open()
-	} else {
-		ip = "127.0.0.1"
-		l, err = rdma.Load("libc.so.6", "")
-	}
+	l, err := library()
 	if err != nil {
 		t.Fatal(err)
 	}
-	return l, ip
+	return l, cmp.Or(os.Getenv("GPUCTL_TEST_RDMA"), "127.0.0.1")
 }
+
+var library = sync.OnceValues(func() (*rdma.Library, error) {
+	if os.Getenv("GPUCTL_TEST_RDMA") != "" {
+		return rdma.Open()
+	}
+	return rdma.Load("libc.so.6", "")
+})
 
 // serve serves until the test's end, and returns the carriers' socket.
 func serve(t *testing.T, c Config) string {

@@ -20,7 +20,8 @@ int gxRdmaOpen(const char *path, const char *prefix, gxRsockets *out, char *why,
 	    {"socket", (void **)&out->socket},	       {"bind", (void **)&out->bind},
 	    {"listen", (void **)&out->listen},	       {"accept", (void **)&out->accept},
 	    {"connect", (void **)&out->connect},       {"recv", (void **)&out->recv},
-	    {"send", (void **)&out->send},	       {"shutdown", (void **)&out->shutdown},
+	    {"send", (void **)&out->send},	       {"poll", (void **)&out->poll},
+	    {"shutdown", (void **)&out->shutdown},
 	    {"close", (void **)&out->close},	       {"fcntl", (void **)&out->fcntl},
 	    {"setsockopt", (void **)&out->setsockopt}, {"getsockname", (void **)&out->getsockname},
 	    {"getpeername", (void **)&out->getpeername},
@@ -53,6 +54,8 @@ int gxRdmaConnect(const gxRsockets *l, int s, const void *addr, socklen_t len) {
 ssize_t gxRdmaRecv(const gxRsockets *l, int s, void *to, size_t n) { return RESULT(l->recv(s, to, n, 0)); }
 
 ssize_t gxRdmaSend(const gxRsockets *l, int s, const void *from, size_t n) { return RESULT(l->send(s, from, n, MSG_NOSIGNAL)); }
+
+int gxRdmaPoll(const gxRsockets *l, gxPollFd *fds, int n) { return RESULT(l->poll(fds, (nfds_t)n, -1)); }
 
 int gxRdmaShutdown(const gxRsockets *l, int s) { return RESULT(l->shutdown(s, SHUT_RDWR)); }
 

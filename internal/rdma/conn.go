@@ -7,22 +7,16 @@ import "C"
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/netip"
-	"sync"
-	"sync/atomic"
-	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
 
 const (
-	// look is how often a listener looks for connections.
-	look = 10 * time.Millisecond
 	// keepIdle is after how many silent seconds the other end is asked for a sign of life: one
 	// that only reads would not know that the network is gone.
 	keepIdle  = 10
@@ -31,16 +25,13 @@ const (
 	mostAtOne = 1 << 20 // bytes of one call
 )
 
-// Conn is a connected rsocket. One goroutine may read and one write at a time; both sleep in
-// the library, in threads of their own. There are no deadlines: rpoll(7), which has them, wakes
-// all waiting threads of a process for each event, and hangs after it has timed out
-// (rdma-core 44). Close ends who waits.
+// Conn is a connected rsocket. One goroutine may read and one write at a time. There are no
+// deadlines; Close ends who waits.
 type Conn struct {
 	l             *Library
 	fd            C.int
 	local, remote Addr
-	closed        atomic.Bool
-	use           sync.RWMutex // held for writing to close fd
+	closed        bool // the loop's
 }
 
 // Dial connects to an address, HOST:PORT.
@@ -81,7 +72,10 @@ func (l *Library) connect(to netip.AddrPort) (*Conn, error) {
 		l.end(fd)
 		return nil, err
 	}
-	c.name()
+	if err := c.named(); err != nil {
+		l.end(fd)
+		return nil, err
+	}
 	return c, nil
 }
 
@@ -117,28 +111,19 @@ func (l *Library) newConn(fd C.int) *Conn {
 	return &Conn{l: l, fd: fd}
 }
 
-func (c *Conn) name() { c.local, c.remote = c.l.nameOf(c.fd, false), c.l.nameOf(c.fd, true) }
+// named has a connection that is made not block any more.
+func (c *Conn) named() error {
+	c.local, c.remote = c.l.nameOf(c.fd, false), c.l.nameOf(c.fd, true)
+	_, err := result(C.gxRdmaBlock(&c.l.f, c.fd, 0))
+	return err
+}
 
-// do makes a call unless the socket is closed. An error is EINTR no more.
-func (c *Conn) do(op string, f func() (int, error)) (int, error) {
-	c.use.RLock()
-	defer c.use.RUnlock()
-	for {
-		if c.closed.Load() {
-			return 0, c.failed(op, net.ErrClosed)
-		}
-		n, err := f()
-		if errors.Is(err, unix.EINTR) {
-			continue
-		}
-		switch {
-		case c.closed.Load() && n <= 0:
-			return 0, c.failed(op, net.ErrClosed)
-		case err != nil:
-			return 0, c.failed(op, err)
-		}
-		return n, nil
+func (c *Conn) do(op string, events C.short, f func() (int, error)) (int, error) {
+	n, err := c.l.loop.do(c, events, f)
+	if err != nil {
+		return 0, c.failed(op, err)
 	}
+	return n, nil
 }
 
 func (c *Conn) failed(op string, err error) error {
@@ -150,7 +135,7 @@ func (c *Conn) Read(b []byte) (int, error) {
 	if len(b) == 0 {
 		return 0, nil
 	}
-	n, err := c.do("read", func() (int, error) {
+	n, err := c.do("read", unix.POLLIN, func() (int, error) {
 		return result(C.gxRdmaRecv(&c.l.f, c.fd, unsafe.Pointer(&b[0]), C.size_t(min(len(b), mostAtOne))))
 	})
 	if n == 0 && err == nil {
@@ -163,7 +148,7 @@ func (c *Conn) Read(b []byte) (int, error) {
 func (c *Conn) Write(b []byte) (n int, err error) {
 	for n < len(b) {
 		rest := b[n:min(len(b), n+mostAtOne)]
-		k, err := c.do("write", func() (int, error) {
+		k, err := c.do("write", unix.POLLOUT, func() (int, error) {
 			return result(C.gxRdmaSend(&c.l.f, c.fd, unsafe.Pointer(&rest[0]), C.size_t(len(rest))))
 		})
 		if k == 0 && err == nil { // the library knows of no reason
@@ -180,15 +165,9 @@ func (c *Conn) Write(b []byte) (n int, err error) {
 // Close ends the connection. What was written arrives, if the other end still takes it; that
 // is not waited for.
 func (c *Conn) Close() error {
-	if c.closed.Swap(true) {
+	if !c.l.loop.leave(c) {
 		return c.failed("close", net.ErrClosed)
 	}
-	go func() {
-		C.gxRdmaShutdown(&c.l.f, c.fd) // ends who waits
-		c.use.Lock()
-		defer c.use.Unlock()
-		C.gxRdmaClose(&c.l.f, c.fd)
-	}()
 	return nil
 }
 
@@ -225,23 +204,16 @@ func (l *Library) Listen(ctx context.Context, address string) (*Listener, error)
 
 // Accept returns the next connection. One goroutine may call it at a time.
 func (s *Listener) Accept() (*Conn, error) {
-	for {
-		n, err := s.c.do("accept", func() (int, error) { return result(C.gxRdmaAccept(&s.c.l.f, s.c.fd)) })
-		if errors.Is(err, unix.EAGAIN) {
-			time.Sleep(look)
-			continue
-		}
-		if err != nil {
-			return nil, err
-		}
-		c := s.c.l.newConn(C.int(n))
-		if _, err := result(C.gxRdmaBlock(&c.l.f, c.fd, 1)); err != nil {
-			c.l.end(c.fd)
-			return nil, s.c.failed("accept", err)
-		}
-		c.name()
-		return c, nil
+	n, err := s.c.do("accept", unix.POLLIN, func() (int, error) { return result(C.gxRdmaAccept(&s.c.l.f, s.c.fd)) })
+	if err != nil {
+		return nil, err
 	}
+	c := s.c.l.newConn(C.int(n))
+	if err := c.named(); err != nil {
+		c.l.end(c.fd)
+		return nil, s.c.failed("accept", err)
+	}
+	return c, nil
 }
 
 // Close ends Accept.

@@ -26,8 +26,11 @@ var ErrNone = errors.New("no RDMA here")
 
 const name = "librdmacm.so.1"
 
-// Library is librdmacm. It is safe for concurrent use.
-type Library struct{ f C.gxRsockets }
+// Library is librdmacm. It is safe for concurrent use. A process has one at most (see loop).
+type Library struct {
+	f    C.gxRsockets
+	loop *loop
+}
 
 // Open loads librdmacm, and reports whether there is a device: the error is ErrNone if not.
 func Open() (*Library, error) {
@@ -53,6 +56,10 @@ func Load(path, prefix string) (*Library, error) {
 	var why [256]C.char
 	if C.gxRdmaOpen(p, b, &l.f, &why[0], C.size_t(len(why))) != 0 {
 		return nil, fmt.Errorf("%w: %s", ErrNone, C.GoString(&why[0]))
+	}
+	var err error
+	if l.loop, err = newLoop(l); err != nil {
+		return nil, err
 	}
 	return l, nil
 }

@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/rand"
 	"errors"
@@ -23,19 +24,19 @@ import (
 // lab/labtest).
 func world(t *testing.T) (*Library, string) {
 	t.Helper()
-	if ip := os.Getenv("GPUCTL_TEST_RDMA"); ip != "" {
-		l, err := Open()
-		if err != nil {
-			t.Fatal(err)
-		}
-		return l, ip
-	}
-	l, err := Load("libc.so.6", "")
+	l, err := library()
 	if err != nil {
 		t.Fatal(err)
 	}
-	return l, "127.0.0.1"
+	return l, cmp.Or(os.Getenv("GPUCTL_TEST_RDMA"), "127.0.0.1")
 }
+
+var library = sync.OnceValues(func() (*Library, error) {
+	if os.Getenv("GPUCTL_TEST_RDMA") != "" {
+		return Open()
+	}
+	return Load("libc.so.6", "")
+})
 
 // listen serves every connection by f.
 func listen(t *testing.T, l *Library, ip string, f func(*Conn)) string {

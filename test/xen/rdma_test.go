@@ -54,11 +54,11 @@ func TestRDMA(t *testing.T) {
 		h.stop(ctx)
 		h.run(ctx, "pkill -x gpuguest; sed -i 's/^cluster: {/cluster: {rdma: true, /' /etc/gpuctl.yaml && cat >> /etc/gpuctl.yaml <<'END'\n"+liveConfig+"END")
 		h.start(ctx)
-		testkit.Until(t, h.Name+" has a GPU to lend", func() error {
-			out, err := h.gpuctl(ctx, "get", "gpus", "-o", "wide")
-			return testkit.Want(err == nil && strings.Contains(out, b.Name+"/far"), out, err)
-		})
 	}
+	testkit.Until(t, "each host has a GPU", func() error {
+		out, err := a.gpuctl(ctx, "get", "gpus", "-o", "wide")
+		return testkit.Want(err == nil && strings.Contains(out, a.Name+"/far") && strings.Contains(out, b.Name+"/far"), out, err)
+	})
 	quiet := a.connections(ctx)
 	must(t, labtest.StartUnit(ctx, a.Host, "model", "gpuctl run --remote only -- model --seconds 100000 --kib 256 --no-images"))
 	t.Cleanup(func() { _, _ = a.Run(context.Background(), "systemctl stop model") })
