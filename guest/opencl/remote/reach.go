@@ -20,6 +20,9 @@ const (
 	// relayAfter is how long ways without a VM's host are waited for before the one through it,
 	// which is slower and is kept to once it has been taken: TCP sends its first packet again after 1 s.
 	relayAfter = 2 * time.Second
+	// rdmaFirst is how long RDMA is waited for before TCP: making a connection takes longer, and
+	// who has set it up wants it.
+	rdmaFirst = time.Second
 )
 
 // race is for the connection to one of several addresses. One that is silent does not keep the
@@ -112,8 +115,14 @@ func (r *race) begin(ctx context.Context, again bool) {
 
 // mayBegin reports whether it is the time of an address.
 func (r *race) mayBegin(n int) bool {
-	if n == r.left[0] || !r.d.relayed(n) || time.Since(r.since) >= relayAfter {
+	passed := time.Since(r.since)
+	switch {
+	case n == r.left[0] || passed >= relayAfter:
 		return true
+	case r.d.overRDMA(n):
+		return true
+	case !r.d.relayed(n):
+		return passed >= rdmaFirst || !slices.ContainsFunc(r.left, func(other int) bool { return r.d.overRDMA(other) && r.failed[other] == nil })
 	}
 	return !slices.ContainsFunc(r.left, func(other int) bool { return !r.d.relayed(other) && r.failed[other] == nil })
 }
@@ -133,6 +142,8 @@ func WithRDMA(addresses []string) (out []string) {
 }
 
 func (d *Dialer) relayed(n int) bool { return strings.HasPrefix(d.Addresses[n], relay.Prefix) }
+
+func (d *Dialer) overRDMA(n int) bool { return strings.HasPrefix(d.Addresses[n], RDMAPrefix) }
 
 // err is why none was reached: how each has failed, or why it was given up.
 func (r *race) err(why error) error {

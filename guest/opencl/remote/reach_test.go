@@ -4,6 +4,7 @@ import (
 	"errors"
 	"net"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -136,6 +137,59 @@ func TestEveryAddressThatFailedIsNamed(t *testing.T) {
 		}
 	}
 	if !errors.Is(err, errNoRelay) || errors.Is(err, ErrSilent) {
+		t.Error(err)
+	}
+}
+
+// RDMA is tried before TCP, where it may be there.
+func TestRDMAComesFirst(t *testing.T) {
+	got := WithRDMA([]string{"a:1", relay.Prefix + "a:1", RDMAPrefix + "b:1"})
+	if want := []string{RDMAPrefix + "a:1", "a:1", relay.Prefix + "a:1", RDMAPrefix + "b:1"}; !slices.Equal(got, want) {
+		t.Fatalf("%v, not %v", got, want)
+	}
+	broken := errors.New("broken")
+	d := &Dialer{Addresses: got[:3]}
+	for name, c := range map[string]struct {
+		left   []int
+		passed time.Duration
+		failed map[int]error
+		want   bool
+	}{
+		"at once":             {[]int{0, 1, 2}, 0, nil, false},
+		"RDMA has failed":     {[]int{0, 1, 2}, 0, map[int]error{0: broken}, true},
+		"RDMA is silent":      {[]int{0, 1, 2}, rdmaFirst, nil, true},
+		"it was reached last": {[]int{1, 2, 0}, 0, nil, true},
+		"RDMA was given up":   {[]int{2, 1}, 0, nil, true},
+	} {
+		r := &race{d: d, left: c.left, since: time.Now().Add(-c.passed), failed: c.failed}
+		if got := r.mayBegin(1); got != c.want {
+			t.Errorf("%s: %v", name, got)
+		}
+	}
+}
+
+// A carrier asks gpuguest for a way over RDMA, and takes TCP if there is none.
+func TestWithoutRDMATheCarrierTakesTCP(t *testing.T) {
+	d, a := ends(t)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	result := serveOn(t, l, a, nil)
+	d.Addresses = WithRDMA([]string{l.Addr().String()})
+	var asked <-chan net.Conn
+	d.RDMA, asked = silent(t)
+	go func() {
+		conn := <-asked
+		_, _ = conn.Write([]byte("no device\n"))
+		conn.Close()
+	}()
+	conn, err := d.Dial(testkit.Context(t), Bulk)
+	if err != nil {
+		t.Fatal(err)
+	}
+	conn.Close()
+	if err := <-result; err != nil {
 		t.Error(err)
 	}
 }
