@@ -2,7 +2,7 @@
 # setup.sh [packages]: install what building, tests and demo need on Debian 12; quick when everything is there.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
-packages="build-essential git pkg-config curl unzip ca-certificates ocl-icd-opencl-dev opencl-headers pocl-opencl-icd oclgrind
+packages="build-essential git pkg-config curl unzip ca-certificates librdmacm-dev libibverbs-dev ocl-icd-opencl-dev opencl-headers pocl-opencl-icd oclgrind
 x264 ffmpeg clinfo clpeak clblast-tests protobuf-compiler iproute2 util-linux clang-15
 libvirt-daemon-system libvirt-daemon libvirt-daemon-driver-qemu qemu-system-x86 $*"
 missing=

@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
-	"github.com/gpuctl/gpuctl/internal/rdma"
 	"github.com/gpuctl/gpuctl/internal/relay"
 	"github.com/gpuctl/gpuctl/internal/wait"
 )
@@ -28,9 +27,23 @@ type Config struct {
 	// At has the addresses (HOST:PORT) at which carriers of other hosts come. The port of RDMA
 	// is that of TCP, to which connections are passed on.
 	At []string
-	// Open returns the library; nil: rdma.Open. It is asked again after an error.
-	Open func() (*rdma.Library, error)
+	// Open returns the network; nil: RDMA, by Open. It is asked again after an error.
+	Open func() (Network, error)
 	Log  *slog.Logger
+}
+
+// Network makes connections of some kind that is not the kernel's.
+type Network interface {
+	Dial(ctx context.Context, address string) (io.ReadWriteCloser, error)
+	// Listen listens at an address, and returns that.
+	Listen(ctx context.Context, address string) (Listener, netip.AddrPort, error)
+}
+
+// Listener returns connections as they come, and where they come from, until it is closed; then
+// net.ErrClosed.
+type Listener interface {
+	Accept() (conn io.ReadWriteCloser, from netip.Addr, err error)
+	Close() error
 }
 
 // Ways are connections over RDMA. It is safe for concurrent use.
@@ -38,13 +51,13 @@ type Ways struct {
 	Config
 
 	mu  sync.Mutex
-	lib *rdma.Library
+	net Network
 }
 
 // New returns Ways. They do nothing yet.
 func New(c Config) *Ways {
 	if c.Open == nil {
-		c.Open = rdma.Open
+		c.Open = Open
 	}
 	return &Ways{Config: c}
 }
@@ -66,38 +79,39 @@ func (w *Ways) Serve(ctx context.Context) error {
 	return near.Serve(ctx, w.Carriers)
 }
 
-// library returns the library, if there is a device.
-func (w *Ways) library() (*rdma.Library, error) {
+// network returns the network, if there is a device.
+func (w *Ways) network() (Network, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.lib != nil {
-		return w.lib, nil
+	if w.net != nil {
+		return w.net, nil
 	}
-	l, err := w.Open()
+	n, err := w.Open()
 	if err == nil {
-		w.lib = l
+		w.net = n
 	}
-	return l, err
+	return n, err
 }
 
 func (w *Ways) dial(ctx context.Context, address string) (io.ReadWriteCloser, error) {
-	l, err := w.library()
+	n, err := w.network()
 	if err != nil {
 		return nil, err
 	}
-	return l.Dial(ctx, address)
+	return n.Dial(ctx, address)
 }
 
 // listen passes on what comes for a port. It listens when there is a device.
 func (w *Ways) listen(ctx context.Context, at, to string) {
 	for said := false; ; said = true {
-		l, err := w.library()
-		var s *rdma.Listener
+		n, err := w.network()
+		var s Listener
+		var where netip.AddrPort
 		if err == nil {
-			s, err = l.Listen(ctx, at)
+			s, where, err = n.Listen(ctx, at)
 		}
 		if err == nil {
-			w.Log.Info("carriers of other hosts may come over RDMA", "address", s.Addr())
+			w.Log.Info("carriers of other hosts may come over RDMA", "address", where)
 			Pass(ctx, s, to, w.Log)
 			return
 		}
@@ -113,18 +127,11 @@ func (w *Ways) listen(ctx context.Context, at, to string) {
 // Pass passes on what comes to a listener, which it closes, to a port of TCP, until ctx ends.
 // Nothing is passed on that does not begin as a carrier's connection does: the port may be
 // somebody else's by now.
-func Pass(ctx context.Context, s *rdma.Listener, to string, log *slog.Logger) {
+func Pass(ctx context.Context, s Listener, to string, log *slog.Logger) {
 	defer context.AfterFunc(ctx, func() { _ = s.Close() })()
 	defer s.Close()
 	p := relay.Pass{
-		Log: log,
-		Accept: func() (io.ReadWriteCloser, netip.Addr, error) {
-			c, err := s.Accept()
-			if err != nil {
-				return nil, netip.Addr{}, err
-			}
-			return c, c.RemoteAddr().Addr(), nil
-		},
+		Log: log, Accept: s.Accept,
 		First: func(r io.Reader) ([]byte, error) {
 			b := make([]byte, remote.PreambleSize)
 			if _, err := io.ReadFull(r, b); err != nil {

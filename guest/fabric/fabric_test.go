@@ -1,8 +1,7 @@
-package fabric
+package fabric_test
 
 import (
 	"bytes"
-	"cmp"
 	"context"
 	"crypto/rand"
 	"errors"
@@ -16,6 +15,8 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"github.com/gpuctl/gpuctl/guest/fabric"
+	"github.com/gpuctl/gpuctl/guest/fabric/fabrictest"
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/internal/rdma"
 	"github.com/gpuctl/gpuctl/internal/relay"
@@ -23,26 +24,23 @@ import (
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
-// world is a library and the address of a device. Without GPUCTL_TEST_RDMA (see package rdma)
-// the C library's sockets stand in, so connections over "RDMA" go to a port of TCP.
-func world(t *testing.T) (l *rdma.Library, ip string) {
+// world is a network and the address of a device: with GPUCTL_TEST_RDMA (see package rdma) that
+// one, without it TCP in its place.
+func world(t *testing.T) (n fabric.Network, ip string) {
 	t.Helper()
-	l, err := library()
+	ip = os.Getenv("GPUCTL_TEST_RDMA")
+	if ip == "" {
+		return fabrictest.TCP{}, "127.0.0.1"
+	}
+	n, err := fabric.Open()
 	if err != nil {
 		t.Fatal(err)
 	}
-	return l, cmp.Or(os.Getenv("GPUCTL_TEST_RDMA"), "127.0.0.1")
+	return n, ip
 }
 
-var library = sync.OnceValues(func() (*rdma.Library, error) {
-	if os.Getenv("GPUCTL_TEST_RDMA") != "" {
-		return rdma.Open()
-	}
-	return rdma.Load("libc.so.6", "")
-})
-
 // serve serves until the test's end, and returns the carriers' socket.
-func serve(t *testing.T, c Config) string {
+func serve(t *testing.T, c fabric.Config) string {
 	t.Helper()
 	socket := filepath.Join(t.TempDir(), "s")
 	var err error
@@ -55,7 +53,7 @@ func serve(t *testing.T, c Config) string {
 	c.Log = slog.New(slog.DiscardHandler)
 	ctx, cancel := context.WithCancel(context.Background())
 	var work sync.WaitGroup
-	work.Go(func() { _ = New(c).Serve(ctx) })
+	work.Go(func() { _ = fabric.New(c).Serve(ctx) })
 	t.Cleanup(func() {
 		cancel()
 		work.Wait()
@@ -69,20 +67,19 @@ var first = remote.Preamble{Role: remote.Commands, Token: remote.Token{1, 2, 3}}
 func TestCarriersReachThePort(t *testing.T) {
 	l, ip := world(t)
 	port := testkit.Port(t, func(c net.Conn) { _, _ = io.Copy(c, c) })
-	s, err := l.Listen(t.Context(), net.JoinHostPort(ip, "0"))
+	s, at, err := l.Listen(t.Context(), net.JoinHostPort(ip, "0"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	at := s.Addr().String()
 	ctx, cancel := context.WithCancel(context.Background())
 	var work sync.WaitGroup
-	work.Go(func() { Pass(ctx, s, port, slog.New(slog.DiscardHandler)) })
+	work.Go(func() { fabric.Pass(ctx, s, port, slog.New(slog.DiscardHandler)) })
 	t.Cleanup(func() {
 		cancel()
 		work.Wait()
 	})
-	socket := serve(t, Config{Open: func() (*rdma.Library, error) { return l, nil }})
-	conn, err := relay.Dial(testkit.Context(t), socket, at, true, first)
+	socket := serve(t, fabric.Config{Open: func() (fabric.Network, error) { return l, nil }})
+	conn, err := relay.Dial(testkit.Context(t), socket, at.String(), true, first)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -94,7 +91,7 @@ func TestCarriersReachThePort(t *testing.T) {
 		t.Errorf("other bytes than were sent: %v", err)
 	}
 
-	stranger, err := l.Dial(testkit.Context(t), at)
+	stranger, err := l.Dial(testkit.Context(t), at.String())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -109,22 +106,22 @@ func TestCarriersReachThePort(t *testing.T) {
 func TestDevicesMayComeLater(t *testing.T) {
 	l, ip := world(t)
 	var asked atomic.Int64
-	socket := serve(t, Config{Open: func() (*rdma.Library, error) {
+	socket := serve(t, fabric.Config{Open: func() (fabric.Network, error) {
 		if asked.Add(1) == 1 {
 			return nil, rdma.ErrNone
 		}
 		return l, nil
 	}})
-	s, err := l.Listen(t.Context(), net.JoinHostPort(ip, "0"))
+	s, at, err := l.Listen(t.Context(), net.JoinHostPort(ip, "0"))
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer s.Close()
-	_, err = relay.Dial(testkit.Context(t), socket, s.Addr().String(), false, first)
+	_, err = relay.Dial(testkit.Context(t), socket, at.String(), false, first)
 	if !errors.Is(err, relay.ErrRefused) || !strings.Contains(err.Error(), rdma.ErrNone.Error()) {
 		t.Errorf("without a device: %v", err)
 	}
-	conn, err := relay.Dial(testkit.Context(t), socket, s.Addr().String(), false, first)
+	conn, err := relay.Dial(testkit.Context(t), socket, at.String(), false, first)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -133,12 +130,12 @@ func TestDevicesMayComeLater(t *testing.T) {
 
 func TestOthersMayNotConnect(t *testing.T) {
 	l, ip := world(t)
-	s, err := l.Listen(t.Context(), net.JoinHostPort(ip, "0"))
+	s, at, err := l.Listen(t.Context(), net.JoinHostPort(ip, "0"))
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer s.Close()
-	open := func() (*rdma.Library, error) { return l, nil }
+	open := func() (fabric.Network, error) { return l, nil }
 	for says, c := range map[string]struct {
 		may   bool
 		first []byte
@@ -146,24 +143,13 @@ func TestOthersMayNotConnect(t *testing.T) {
 		"may not connect over RDMA": {false, first},
 		remote.ErrPreamble.Error():  {true, bytes.Repeat([]byte{'x'}, len(first))},
 	} {
-		socket := serve(t, Config{Open: open, May: func(uint32) bool { return c.may }})
-		conn, err := relay.Dial(testkit.Context(t), socket, s.Addr().String(), false, c.first)
+		socket := serve(t, fabric.Config{Open: open, May: func(uint32) bool { return c.may }})
+		conn, err := relay.Dial(testkit.Context(t), socket, at.String(), false, c.first)
 		if err == nil {
 			conn.Close()
 		}
 		if !errors.Is(err, relay.ErrRefused) || !strings.Contains(err.Error(), says) {
 			t.Errorf("%s: %v", says, err)
-		}
-	}
-}
-
-func TestLoopback(t *testing.T) {
-	for at, want := range map[string]string{
-		":7651": "localhost:7651", "0.0.0.0:7651": "localhost:7651", "[::]:7651": "localhost:7651",
-		"192.0.2.1:7651": "192.0.2.1:7651", "[2001:db8::1]:7651": "[2001:db8::1]:7651",
-	} {
-		if got := loopback(at); got != want {
-			t.Errorf("%s: %s, not %s", at, got, want)
 		}
 	}
 }

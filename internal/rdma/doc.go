@@ -1,10 +1,15 @@
-// Package rdma makes connections over RDMA networks (InfiniBand, RoCE, iWARP), as net.Conn
-// and net.Listener. They are rsockets of librdmacm (rsocket(7) of rdma-core), which is loaded
-// when it is asked for, so that programs start without it.
+// Package rdma makes connections over RDMA networks (InfiniBand, RoCE, iWARP): streams of bytes
+// over reliable connections (InfiniBand Architecture Specification, volume 1, chapter 9), which
+// librdmacm establishes. Its libraries are loaded when they are asked for, so that programs
+// start without them.
 //
-// An rsocket lives in the process that made it: it is no descriptor that another process can
-// take over, and making one needs /dev/infiniband. So gpuguest makes them, for its carriers
-// and for far executors, and package relay passes on what comes.
+// Bytes go in messages of up to 64 KiB with a header of 8 bytes: how many follow, how many buffers
+// the other end may use again, and whether it is the last. An end has 16 messages with bytes
+// under way at most, so that the other one has a buffer for each. The other end is hostile; its
+// device can write to no memory but these buffers.
+//
+// A connection belongs to the process that made it, and making one needs /dev/infiniband. So
+// gpuguest makes them for its carriers and far executors: package fabric.
 //
 // Not here: who may connect, and what the bytes mean.
 package rdma

@@ -60,7 +60,8 @@ func TestRDMA(t *testing.T) {
 		return testkit.Want(err == nil && strings.Contains(out, a.Name+"/far") && strings.Contains(out, b.Name+"/far"), out, err)
 	})
 	quiet := a.connections(ctx)
-	must(t, labtest.StartUnit(ctx, a.Host, "model", "gpuctl run --remote only -- model --seconds 100000 --kib 256 --no-images"))
+	// It ends when its standard input does.
+	must(t, labtest.StartUnit(ctx, a.Host, "model", "sh -c 'tail -f /dev/null | gpuctl run --remote only -- model --seconds 100000 --kib 256 --no-images'"))
 	t.Cleanup(func() { _, _ = a.Run(context.Background(), "systemctl stop model") })
 	var session string
 	testkit.Until(t, "the program computes", func() error {
