@@ -179,11 +179,8 @@ func TestDialFails(t *testing.T) {
 	}
 }
 
-func TestWithoutADevice(t *testing.T) {
-	if os.Getenv("GPUCTL_TEST_RDMA") != "" {
-		t.SkipNow()
-	}
-	if _, err := Open(); !errors.Is(err, ErrNone) {
+func TestOpenLooksForADevice(t *testing.T) {
+	if _, err := Open(); os.Getenv("GPUCTL_TEST_RDMA") == "" && !errors.Is(err, ErrNone) || os.Getenv("GPUCTL_TEST_RDMA") != "" && err != nil {
 		t.Error(err)
 	}
 }

@@ -114,9 +114,8 @@ func TestRDMA(t *testing.T) {
 
 // operations returns how many the program says that it has done.
 func (h *host) operations(ctx context.Context) int {
-	out, _ := h.Run(ctx, "journalctl -q --no-pager -o cat -u model | grep '^ops' | tail -n 1")
-	_, text, _ := strings.Cut(strings.TrimSpace(out), " ")
-	n, _ := strconv.Atoi(text)
+	out, _ := h.Run(ctx, "journalctl -q --no-pager -o cat -u model | awk '/^ops/ {n = $2} END {print n}'")
+	n, _ := strconv.Atoi(strings.TrimSpace(out)) // 0 before the first
 	return n
 }
 
