@@ -1,7 +1,6 @@
 package main
 
 import (
-	"context"
 	"fmt"
 	"log/slog"
 	"os"
@@ -61,15 +60,11 @@ GPU that the VM has been given, and the host over the VM's channel.`,
 			}
 			defer leases.Close()
 			c.Lender = leases
-			ways := func(context.Context) error { return nil }
-			if fast {
-				w, err := newWays(launcher, users, append(passed, lend...), log)
-				if err != nil {
-					return err
-				}
-				defer w.Carriers.Close()
-				ways = w.Serve
+			ways, end, err := overRDMA(fast, launcher, users, append(passed, lend...), log)
+			if err != nil {
+				return err
 			}
+			defer end()
 			return serveHost(cmd.Context(), c, api, apps, ways)
 		},
 	}

@@ -126,15 +126,11 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	defer host.Close()
 	defer carriers.Close()
 	outside := relay.NewGuest(may, log)
-	rdma := func(context.Context) error { return nil }
-	if o.RDMA {
-		w, err := newWays(launcher, o.Users, []string{o.Lend}, log)
-		if err != nil {
-			return err
-		}
-		defer w.Carriers.Close()
-		rdma = w.Serve
+	rdma, endRDMA, err := overRDMA(o.RDMA, launcher, o.Users, []string{o.Lend}, log)
+	if err != nil {
+		return err
 	}
+	defer endRDMA()
 
 	// The end of ctx ends all servers and their calls: operations roll back.
 	ctx, cancel := context.WithCancel(ctx)
@@ -181,9 +177,15 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	log.Info("serving the VM", "apps", o.AppSocket, "api", api, "channel", o.Channel)
 	_, _ = daemon.SdNotify(false, daemon.SdNotifyReady)
 
+	err = untilEnd(ctx, cancel, failed, srv)
+	wg.Wait()
+	return err
+}
+
+// untilEnd waits until ctx ends or something has failed, and then ends the server.
+func untilEnd(ctx context.Context, cancel func(), failed <-chan error, srv *http.Server) (err error) {
 	select {
 	case <-ctx.Done():
-		err = nil
 	case err = <-failed:
 	}
 	_, _ = daemon.SdNotify(false, daemon.SdNotifyStopping)
@@ -193,7 +195,6 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	if serr := srv.Shutdown(sctx); serr != nil {
 		_ = srv.Close()
 	}
-	wg.Wait()
 	return err
 }
 

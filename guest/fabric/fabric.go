@@ -128,8 +128,9 @@ func (w *Ways) listen(ctx context.Context, at, to string) {
 // Nothing is passed on that does not begin as a carrier's connection does: the port may be
 // somebody else's by now.
 func Pass(ctx context.Context, s Listener, to string, log *slog.Logger) {
-	defer context.AfterFunc(ctx, func() { _ = s.Close() })()
-	defer s.Close()
+	end := func() { _ = s.Close() }
+	defer context.AfterFunc(ctx, end)()
+	defer end()
 	p := relay.Pass{
 		Log: log, Accept: s.Accept,
 		First: func(r io.Reader) ([]byte, error) {
