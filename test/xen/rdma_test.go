@@ -68,7 +68,7 @@ func TestRDMA(t *testing.T) {
 		out, err := a.gpuctl(ctx, "get", "sessions")
 		for line := range strings.Lines(out) {
 			if f := strings.Fields(line); strings.Contains(line, "model") {
-				session = f[0]
+				_, session, _ = strings.Cut(f[0], "/")
 			}
 		}
 		return testkit.Want(err == nil && session != "" && a.operations(ctx) > 0, out, err)
