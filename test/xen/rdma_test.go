@@ -61,7 +61,7 @@ func TestRDMA(t *testing.T) {
 	})
 	quiet := a.connections(ctx)
 	// It ends when its standard input does.
-	must(t, labtest.StartUnit(ctx, a.Host, "model", "sh -c 'tail -f /dev/null | gpuctl run --remote only -- model --seconds 100000 --kib 256 --no-images'"))
+	must(t, labtest.StartUnit(ctx, a.Host, "model", "sh -c 'tail -f /dev/null | gpuctl run -- model --seconds 100000 --kib 256 --no-images'"))
 	t.Cleanup(func() { _, _ = a.Run(context.Background(), "systemctl stop model") })
 	var session string
 	testkit.Until(t, "the program computes", func() error {
@@ -88,13 +88,13 @@ func TestRDMA(t *testing.T) {
 			t.Errorf("%s there are %d connections over RDMA, %d without a session: %s", when, n, quiet, a.run(ctx, "rdma resource show qp; tail -n 30 /run/gpuctl/gpuguest.log"))
 		}
 	}
-	over("on the other host's GPU", true)
 	for range 2 {
-		a.must(ctx, "migrate", session, "--to", a.Name+"/far")
 		over("at home", false)
 		a.must(ctx, "migrate", session, "--to", b.Name+"/far")
-		over("there again", true)
+		over("on the other host's GPU", true)
+		a.must(ctx, "migrate", session, "--to", a.Name+"/far")
 	}
+	a.must(ctx, "migrate", session, "--to", b.Name+"/far")
 	must(t, a.Link(ctx, false))
 	time.Sleep(8 * time.Second) // how long the network is gone
 	must(t, a.Link(ctx, true))
