@@ -117,9 +117,7 @@ func (r *race) begin(ctx context.Context, again bool) {
 func (r *race) mayBegin(n int) bool {
 	passed := time.Since(r.since)
 	switch {
-	case n == r.left[0] || passed >= relayAfter:
-		return true
-	case r.d.overRDMA(n):
+	case n == r.left[0] || passed >= relayAfter || r.d.overRDMA(n):
 		return true
 	case !r.d.relayed(n):
 		return passed >= rdmaFirst || !slices.ContainsFunc(r.left, func(other int) bool { return r.d.overRDMA(other) && r.failed[other] == nil })

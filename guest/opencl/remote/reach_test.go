@@ -141,6 +141,25 @@ func TestEveryAddressThatFailedIsNamed(t *testing.T) {
 	}
 }
 
+// moment is a moment of a race, and whether an address may be tried then.
+type moment struct {
+	left   []int
+	passed time.Duration
+	failed map[int]error
+	want   bool
+}
+
+// begins expects an address to be tried as the moments say.
+func begins(t *testing.T, d *Dialer, n int, moments map[string]moment) {
+	t.Helper()
+	for name, c := range moments {
+		r := &race{d: d, left: c.left, since: time.Now().Add(-c.passed), failed: c.failed}
+		if got := r.mayBegin(n); got != c.want {
+			t.Errorf("%s: %v", name, got)
+		}
+	}
+}
+
 // RDMA is tried before TCP, where it may be there.
 func TestRDMAComesFirst(t *testing.T) {
 	got := WithRDMA([]string{"a:1", relay.Prefix + "a:1", RDMAPrefix + "b:1"})
@@ -149,23 +168,13 @@ func TestRDMAComesFirst(t *testing.T) {
 	}
 	broken := errors.New("broken")
 	d := &Dialer{Addresses: got[:3]}
-	for name, c := range map[string]struct {
-		left   []int
-		passed time.Duration
-		failed map[int]error
-		want   bool
-	}{
+	begins(t, d, 1, map[string]moment{
 		"at once":             {[]int{0, 1, 2}, 0, nil, false},
 		"RDMA has failed":     {[]int{0, 1, 2}, 0, map[int]error{0: broken}, true},
 		"RDMA is silent":      {[]int{0, 1, 2}, rdmaFirst, nil, true},
 		"it was reached last": {[]int{1, 2, 0}, 0, nil, true},
 		"RDMA was given up":   {[]int{2, 1}, 0, nil, true},
-	} {
-		r := &race{d: d, left: c.left, since: time.Now().Add(-c.passed), failed: c.failed}
-		if got := r.mayBegin(1); got != c.want {
-			t.Errorf("%s: %v", name, got)
-		}
-	}
+	})
 }
 
 // A carrier asks gpuguest for a way over RDMA, and takes TCP if there is none.
@@ -198,22 +207,12 @@ func TestWithoutRDMATheCarrierTakesTCP(t *testing.T) {
 func TestWayThroughTheHostComesLast(t *testing.T) {
 	broken := errors.New("broken")
 	d := &Dialer{Addresses: []string{"a:1", "b:1", relay.Prefix + "a:1"}}
-	for name, c := range map[string]struct {
-		left   []int
-		passed time.Duration
-		failed map[int]error
-		want   bool
-	}{
+	begins(t, d, 2, map[string]moment{
 		"at once":                         {[]int{0, 1, 2}, 0, nil, false},
 		"one has failed":                  {[]int{0, 1, 2}, 0, map[int]error{1: broken}, false},
 		"all others have failed":          {[]int{0, 1, 2}, 0, map[int]error{0: broken, 1: broken}, true},
 		"the others are silent":           {[]int{0, 1, 2}, relayAfter, nil, true},
 		"it was reached last":             {[]int{2, 0, 1}, 0, nil, true},
 		"it is the only one that is left": {[]int{2}, 0, nil, true},
-	} {
-		r := &race{d: d, left: c.left, since: time.Now().Add(-c.passed), failed: c.failed}
-		if got := r.mayBegin(2); got != c.want {
-			t.Errorf("%s: %v", name, got)
-		}
-	}
+	})
 }
