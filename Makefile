@@ -173,13 +173,13 @@ fuzz: build fuzz-c
 			[ $${PIPESTATUS[0]} = 0 ] || { grep -q 'context deadline exceeded' .cache/fuzz.log && ! grep -q 'Failing input' .cache/fuzz.log; }; \
 		done; done
 
-# What the application's library takes from its executor, with AddressSanitizer.
+# What is in C and takes what others send, with AddressSanitizer: the application's library and connections over RDMA.
 fuzz-c: setup
-	guest/opencl/icd/fuzz/build.sh .cache/fuzz/replies
-	@mkdir -p .cache/fuzz/corpus
-	time=$(FUZZTIME); case $$time in *m) time=$$((60 * $${time%m}));; *) time=$${time%s};; esac; \
-	GPUCTL_QUIET=1 .cache/fuzz/replies -max_total_time=$$time -malloc_limit_mb=0 -print_final_stats=1 -artifact_prefix=.cache/fuzz/ \
-		.cache/fuzz/corpus guest/opencl/icd/fuzz/testdata/seeds
+	@set -e; time=$(FUZZTIME); case $$time in *m) time=$$((60 * $${time%m}));; *) time=$${time%s};; esac; \
+	for d in guest/opencl/icd/fuzz internal/rdma/fuzz; do \
+		out=.cache/fuzz/$$d; mkdir -p $$out/corpus; $$d/build.sh $$out/target; echo "== $$d"; \
+		GPUCTL_QUIET=1 $$out/target -max_total_time=$$time -malloc_limit_mb=0 -print_final_stats=1 -artifact_prefix=$$out/ $$out/corpus $$d/testdata/seeds; \
+	done
 
 # Random swaps and suspensions under load, CHAOSTIME in each mode of memory.
 chaos: MEMORY = unified discrete mixed

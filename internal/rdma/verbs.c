@@ -97,6 +97,18 @@ static int post(rxConn *c, int i) {
 	return -ibv_post_recv(c->id->qp, &wr, &bad);
 }
 
+// begin gives the device what it receives into, and notes that all may be sent.
+static int begin(rxConn *c) {
+	c->credit = BUFFERS;
+	for (int i = 0; i < POSTED; i++) {
+		int err = post(c, i);
+		if (err)
+			return err;
+		c->idle[c->nidle++] = POSTED + i;
+	}
+	return -ibv_req_notify_cq(c->cq, 0);
+}
+
 // equip makes what a connection needs on its device.
 static int equip(rxConn *c) {
 	struct ibv_qp_init_attr attr = {.qp_type = IBV_QPT_RC, .sq_sig_all = 1,
@@ -114,14 +126,7 @@ static int equip(rxConn *c) {
 	attr.send_cq = attr.recv_cq = c->cq;
 	if (lib.rdma_create_qp(c->id, c->pd, &attr))
 		return -errno;
-	c->credit = BUFFERS;
-	for (int i = 0; i < POSTED; i++) {
-		int err = post(c, i);
-		if (err)
-			return err;
-		c->idle[c->nidle++] = POSTED + i;
-	}
-	return -ibv_req_notify_cq(c->cq, 0);
+	return begin(c);
 }
 
 // event waits for an event of the connection manager: 0 if it is the one that is expected.
@@ -253,6 +258,8 @@ static int post_send(rxConn *c, uint32_t size, uint16_t flags) {
 static void received(rxConn *c, int i, uint32_t bytes) {
 	struct header *h = (struct header *)slot(c, i);
 	struct header in = *h; // once: the other end is hostile, if not its device
+	if (c->broken == -EPROTO)
+		return; // what follows a message that was refused would have a hole before it
 	if (bytes < sizeof(in) || in.size != bytes - sizeof(in) || in.freed > BUFFERS || c->credit + in.freed > BUFFERS || (in.size && c->last)) {
 		c->broken = -EPROTO;
 		return;
