@@ -37,6 +37,7 @@ type Host struct {
 
 	lab   *Lab
 	index int
+	kvm   bool   // no Xen: its VMs are of libvirt's qemu driver
 	dir   string
 	quota int    // percent of one processor that its QEMU may use; 0: all
 	group string // the name of its cgroup, if it has a quota
@@ -99,6 +100,14 @@ func startTime(pid int) (string, error) {
 	return f[19], nil
 }
 
+// URI is libvirt's of the host's VMs.
+func (h *Host) URI() string {
+	if h.kvm {
+		return "qemu:///system"
+	}
+	return "xen:///system"
+}
+
 // Alive reports whether the host's QEMU runs.
 func (h *Host) Alive() bool {
 	_, err := h.current()
@@ -134,30 +143,47 @@ const cpu = "EPYC,-monitor,-smap,-rdtscp,vme=on,x-force-features=on,-rdseed,-sha
 // arguments are QEMU's. Paths are relative to the host's folder, but the
 // image's.
 func (h *Host) arguments(img image, port int) []string {
-	n := h.index + 1
+	if h.kvm {
+		return h.kvmArguments(img, port)
+	}
 	other := []string{"xenb", "xena"}[h.index]
-	// QEMU splits initrd modules at commas: dom0's command line has none.
-	dom0 := fmt.Sprintf("%s console=hvc0 root=/dev/vda rw systemd.hostname=%s systemd.machine_id=6770756374006c616200000000000%03d "+
-		"modprobe.blacklist=bochs modprobe.blacklist=virtio_gpu", img.path("vmlinuz"), h.Name, n)
-	args := []string{
-		"-name", h.Name, "-machine", "q35", "-accel", "tcg,thread=multi", "-smp", "1", "-m", "2560",
-		"-uuid", fmt.Sprintf("67707563-746c-4162-8000-%012d", n),
-		"-nodefaults", "-no-user-config", "-display", "none", "-vga", "none", "-cpu", cpu,
+	args := append(h.machine(port), "-smp", "1", "-m", "2560",
 		"-device", "intel-iommu,intremap=on,device-iotlb=on",
 		"-kernel", img.path("xen"),
 		"-append", "dom0_mem=1024M,max:1024M dom0_max_vcpus=1 console=com1 com1=115200,8n1 iommu=verbose,no-sharept spec-ctrl=eager-fpu",
-		"-initrd", dom0 + "," + img.path("initrd.img"),
+		// QEMU splits initrd modules at commas: dom0's command line has none.
+		"-initrd", img.path("vmlinuz")+" console=hvc0 "+h.commandLine()+","+img.path("initrd.img"),
+		"-netdev", fmt.Sprintf("dgram,id=lan,local.type=unix,local.path=../net/%s,remote.type=unix,remote.path=../net/%s", h.Name, other))
+	return append(append(args, h.devices()...), cardArgs()...)
+}
+
+// commandLine is Linux's, but for its console.
+func (h *Host) commandLine() string {
+	return fmt.Sprintf("root=/dev/vda rw systemd.hostname=%s systemd.machine_id=6770756374006c616200000000000%03d "+
+		"modprobe.blacklist=bochs modprobe.blacklist=virtio_gpu", h.Name, h.index+1)
+}
+
+// machine are the arguments that come first.
+func (h *Host) machine(port int) []string {
+	return []string{
+		"-name", h.Name, "-machine", "q35", "-accel", "tcg,thread=multi",
+		"-uuid", fmt.Sprintf("67707563-746c-4162-8000-%012d", h.index+1),
+		"-nodefaults", "-no-user-config", "-display", "none", "-vga", "none", "-cpu", cpu,
 		"-serial", "file:console.log", "-qmp", "unix:qmp.sock,server=on,wait=off",
+		"-netdev", fmt.Sprintf("user,id=user,hostfwd=tcp:127.0.0.1:%d-:22", port),
+	}
+}
+
+// devices are those of every host, but its cards. The network "lan" is said by others.
+func (h *Host) devices() []string {
+	return []string{
 		"-blockdev", "driver=qcow2,node-name=root,cache.no-flush=on,file.driver=file,file.filename=" + disk,
 		"-device", "virtio-blk-pci,drive=root,addr=0x3",
-		"-netdev", fmt.Sprintf("user,id=user,hostfwd=tcp:127.0.0.1:%d-:22", port),
-		"-device", fmt.Sprintf("virtio-net-pci,id=net-user,netdev=user,mac=52:54:00:78:00:%02x,romfile=,addr=0x4", n),
-		"-netdev", fmt.Sprintf("dgram,id=lan,local.type=unix,local.path=../net/%s,remote.type=unix,remote.path=../net/%s", h.Name, other),
-		"-device", fmt.Sprintf("virtio-net-pci,id=net-lan,netdev=lan,mac=52:54:00:77:00:%02x,romfile=,addr=0x5", n),
+		"-device", fmt.Sprintf("virtio-net-pci,id=net-user,netdev=user,mac=52:54:00:78:00:%02x,romfile=,addr=0x4", h.index+1),
+		"-device", fmt.Sprintf("virtio-net-pci,id=net-lan,netdev=lan,mac=52:54:00:77:00:%02x,romfile=,addr=0x5", h.index+1),
 		"-fsdev", "local,id=share,path=share,security_model=none",
 		"-device", "virtio-9p-pci,fsdev=share,mount_tag=lab,addr=0x6",
 	}
-	return append(args, cardArgs()...)
 }
 
 // start starts QEMU with the disk that is in the host's folder.
@@ -270,10 +296,10 @@ func (h *Host) waitBooted(ctx context.Context) error {
 	for {
 		// Settled means that nothing of the boot goes on behind a snapshot.
 		ask, answered := context.WithTimeout(ctx, bootAsk)
-		out, err := h.Run(ask, "systemctl is-system-running --wait; timeout 60 virsh -q -c xen:///system list")
+		out, err := h.Run(ask, "systemctl is-system-running --wait; timeout 60 virsh -q -c "+h.URI()+" list")
 		answered()
-		if err == nil && strings.Contains(out, "Domain-0") {
-			if !strings.HasPrefix(out, "running\n") {
+		if err == nil && (h.kvm || strings.Contains(out, "Domain-0")) {
+			if !h.kvm && !strings.HasPrefix(out, "running\n") { // without Xen, its services fail
 				failed, _ := h.Run(ctx, "systemctl --failed --no-legend")
 				return fmt.Errorf("the host is not well: %s\n%s", out, failed)
 			}
@@ -349,6 +375,9 @@ func (h *Host) resume(ctx context.Context) error {
 	}
 	if err != nil {
 		return fmt.Errorf("%w\n%s", err, out)
+	}
+	if h.kvm {
+		return nil
 	}
 	q, err := h.qmp(ctx)
 	if err != nil {

@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -20,7 +21,7 @@ import (
 // ErrDown means that a host's QEMU does not run.
 var ErrDown = errors.New("host is down")
 
-// A Lab is the two hosts of one cache. Several processes may use it at once;
+// A Lab is the two Xen hosts of one cache, and one without Xen. Several processes may use it at once;
 // those that start and stop hosts wait for each other.
 type Lab struct {
 	source   string // this package's folder
@@ -28,6 +29,7 @@ type Lab struct {
 	run      string // where the hosts of this instance run, below cache
 	progress *Progress
 	hosts    []*Host
+	kvm      *Host
 }
 
 // Open returns the lab whose cache is the folder cache, made if need be. Empty
@@ -76,6 +78,7 @@ func Open(cache string, progress *Progress) (*Lab, error) {
 			quota: quota, group: "gpuctl-" + filepath.Base(run) + "-" + name,
 		})
 	}
+	l.kvm = l.newKVM()
 	return l, os.MkdirAll(filepath.Join(run, "net"), 0o755)
 }
 
@@ -95,22 +98,22 @@ func Root() (string, error) {
 	}
 }
 
-// Hosts returns both hosts, xena first.
-func (l *Lab) Hosts() []*Host { return l.hosts }
+// Hosts returns both Xen hosts, xena first.
+func (l *Lab) Hosts() []*Host { return slices.Clone(l.hosts) }
 
 // Host returns the host of that name.
 func (l *Lab) Host(name string) (*Host, error) {
-	for _, h := range l.hosts {
+	for _, h := range append(l.Hosts(), l.kvm) {
 		if h.Name == name {
 			return h, nil
 		}
 	}
-	return nil, fmt.Errorf("lab: no host %q; there are xena and xenb", name)
+	return nil, fmt.Errorf("lab: no host %q; there are xena, xenb and, in some tests, %s", name, kvmName)
 }
 
 // Close ends the connections to the hosts, which keep running.
 func (l *Lab) Close() {
-	for _, h := range l.hosts {
+	for _, h := range append(l.Hosts(), l.kvm) {
 		h.disconnect()
 	}
 }
@@ -336,12 +339,13 @@ func (l *Lab) Down(ctx context.Context) error {
 }
 
 func (l *Lab) down() error {
-	return l.each(func(h *Host) error {
+	end := func(h *Host) error {
 		if err := h.kill(); err != nil {
 			return err
 		}
 		return h.forget()
-	})
+	}
+	return errors.Join(l.each(end), end(l.kvm))
 }
 
 // Build builds the image if it is not in the cache.

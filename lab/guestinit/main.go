@@ -1,5 +1,5 @@
 // Command guestinit is process 1 of the lab's guests: it loads the modules of
-// the initrd and then answers on the PV channel named "lab" what package
+// the initrd and then answers on the PV channel, or virtio-serial port, named "lab" what package
 // labtest asks it: which PCI devices are there, what their registers read, and
 // what a program says. It is no part of the product.
 //
@@ -117,19 +117,27 @@ func load(path string) error {
 
 // serveChannel answers on the channel until it hangs up.
 func (s *server) serveChannel(log func(string, ...any)) error {
-	path, err := findChannel("lab")
-	if err != nil {
-		return err
+	path, port := findPort("/sys/class/virtio-ports", "lab"), true
+	if path == "" {
+		var err error
+		if path, err = findPV("lab"); err != nil {
+			return err
+		}
+		port = false
 	}
 	f, err := os.OpenFile(filepath.Join("/dev", path), os.O_RDWR|syscall.O_NOCTTY, 0)
 	if err != nil {
 		return err
 	}
 	defer f.Close()
-	if err := raw(f); err != nil {
-		return fmt.Errorf("%s: %w", f.Name(), err)
+	if port {
+		defer time.Sleep(200 * time.Millisecond) // it reads as ended while the host has not connected
+	} else {
+		if err := raw(f); err != nil {
+			return fmt.Errorf("%s: %w", f.Name(), err)
+		}
+		log("channel %s", f.Name())
 	}
-	log("channel %s", f.Name())
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	err = wire.Serve(ctx, f, s.handle)

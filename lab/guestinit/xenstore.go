@@ -52,9 +52,9 @@ func (x *xenstore) get(kind uint32, path string) (string, error) {
 	return string(body), nil
 }
 
-// findChannel returns the name of the terminal of the PV channel with that
-// name: channel N is hvcN, and what it is called is only in xenstore.
-func findChannel(name string) (string, error) {
+// findPV returns the name of the terminal of the PV channel with that name:
+// channel N is hvcN, and what it is called is only in xenstore.
+func findPV(name string) (string, error) {
 	f, err := os.OpenFile("/dev/xen/xenbus", os.O_RDWR, 0)
 	if err != nil {
 		return "", err

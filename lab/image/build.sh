@@ -17,17 +17,25 @@ cp "$guest/kernel/boot/vmlinuz-$version" "$guest/vmlinuz"
 [ -e "$guest/kernel/lib/modules/$version/modules.dep" ] || chroot "$tree" depmod -b /opt/lab/guest/kernel "$version"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-mkdir -p "$work"/{bin,dev,proc,sys,run,tmp,etc,lib/modules,mnt}
-install -m 755 "$init" "$work/init"
-install -m 755 "$tree/bin/busybox" "$work/bin/busybox"
-for m in xen-blkfront xen-netfront xen-evtchn xen-gntdev xen-gntalloc xen-privcmd xenfs uio_pci_generic squashfs overlay loop; do
-	chroot "$tree" modprobe -d /opt/lab/guest/kernel -S "$version" --show-depends "$m"
-done | sed -n 's/^insmod \([^ ]*\).*/\1/p' | awk '!seen[$0]++' | while read -r ko; do
-	cp "$tree$ko" "$work/lib/modules/"
-	basename "$ko" >>"$work/lib/modules/order"
-done
-# The firmware reads it byte by byte through emulated ports: the smaller the better.
-(cd "$work" && find . | sort | cpio --quiet -o -H newc -R 0:0 | gzip -9) >"$guest/initrd.img"
+# initrd OUT MODULE…: what a guest begins with.
+initrd() {
+	local out=$1
+	shift
+	rm -rf "${work:?}"/*
+	mkdir -p "$work"/{bin,dev,proc,sys,run,tmp,etc,lib/modules,mnt}
+	install -m 755 "$init" "$work/init"
+	install -m 755 "$tree/bin/busybox" "$work/bin/busybox"
+	for m in "$@" squashfs overlay loop; do
+		chroot "$tree" modprobe -d /opt/lab/guest/kernel -S "$version" --show-depends "$m"
+	done | sed -n 's/^insmod \([^ ]*\).*/\1/p' | awk '!seen[$0]++' | while read -r ko; do
+		cp "$tree$ko" "$work/lib/modules/"
+		basename "$ko" >>"$work/lib/modules/order"
+	done
+	# The firmware reads it byte by byte through emulated ports: the smaller the better.
+	(cd "$work" && find . | sort | cpio --quiet -o -H newc -R 0:0 | gzip -9) >"$guest/$out"
+}
+initrd initrd.img xen-blkfront xen-netfront xen-evtchn xen-gntdev xen-gntalloc xen-privcmd xenfs uio_pci_generic
+initrd initrd-kvm.img virtio_pci virtio_blk virtio_console vmw_vsock_virtio_transport
 
 echo "file system"
 rm -rf "$out.part"

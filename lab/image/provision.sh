@@ -11,6 +11,7 @@ initramfs-tools openssh-server openssh-client iputils-ping zstd netcat-openbsd b
 rdma-core ibverbs-providers librdmacm1"
 xen="linux-image-amd64 xen-system-amd64 xen-utils-4.17 qemu-system-xen
 libvirt-daemon-system libvirt-daemon libvirt-daemon-driver-xen libvirt-clients"
+kvm=qemu-system-x86 # libvirt-daemon has the driver
 guest=linux-image-cloud-amd64 # small, but without a dom0's side of Xen
 
 packages() {
@@ -28,7 +29,7 @@ packages() {
 	printf 'virtio_pci\nvirtio_blk\nvirtio_scsi\nsd_mod\next4\n' >/etc/initramfs-tools/modules
 	apt-get update -q
 	# shellcheck disable=SC2086 # lists of words
-	apt-get install -y -q --no-install-recommends $base $xen
+	apt-get install -y -q --no-install-recommends $base $xen $kvm
 	# The guests' kernel is unpacked only: it is not to become this machine's.
 	cloud=$(apt-cache depends --important $guest | sed -n 's/^ *Depends: \(linux-image-.*-cloud-amd64\)$/\1/p' | head -1)
 	work=$(mktemp -d /var/tmp/guest-kernel.XXXXXX)

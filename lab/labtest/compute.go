@@ -83,7 +83,7 @@ func (g *ComputeGuest) Prepare(ctx context.Context, h *lab.Host) error {
 			return fmt.Errorf("disk %s: %w", name, err)
 		}
 	}
-	_, err := h.Run(ctx, "mkdir -p -m 700 "+agentSockets)
+	_, err := h.Run(ctx, "mkdir -p -m 711 "+agentSockets)
 	return err
 }
 
@@ -144,6 +144,10 @@ func (g *ComputeGuest) furnish() error {
 	if strings.Contains(g.CommandLine, "lab.root=") {
 		return nil
 	}
+	if g.KVM {
+		g.furnishKVM()
+		return nil
+	}
 	g.CommandLine = strings.TrimSpace(g.CommandLine + " lab.root=/dev/xvde,/dev/xvdf")
 	for disk, file := range map[string]string{"xvde": g.image.Base, "xvdf": g.image.Layer} {
 		g.Extra += fmt.Sprintf("    <disk type='block' device='disk'><driver name='phy' type='raw'/><source dev='%s'/><target dev='%s' bus='xen'/><readonly/></disk>\n",
@@ -155,6 +159,16 @@ func (g *ComputeGuest) furnish() error {
 	}
 	g.Extra += fmt.Sprintf("    <channel type='unix'><source mode='bind' path='%s'/><target type='xen' name='%s'/></channel>\n", g.SocketPath(), channel.Name)
 	return nil
+}
+
+// furnishKVM does so for a guest of a host without Xen, which has no network.
+func (g *ComputeGuest) furnishKVM() {
+	g.CommandLine = strings.TrimSpace(g.CommandLine + " lab.root=/dev/vda,/dev/vdb")
+	for i, file := range []string{g.image.Base, g.image.Layer} {
+		g.Extra += fmt.Sprintf("    <disk type='block' device='disk'><driver name='qemu' type='raw'/><source dev='%s'/><target dev='vd%c' bus='virtio'/><readonly/></disk>\n",
+			computeDisks+filepath.Base(file), 'a'+i)
+	}
+	g.Extra += virtioChannel(g.SocketPath(), channel.Name)
 }
 
 // BootID tells one boot of the guest from another.

@@ -26,13 +26,7 @@ import (
 // GPUCTL_LAB_KEEP=1 a lab that is up is used as it is, and is left up.
 func Start(t testing.TB) *lab.Lab {
 	t.Helper()
-	if os.Getenv("GPUCTL_LAB") != "1" {
-		t.Skip("needs the lab: run `make lab-test`, or set GPUCTL_LAB=1")
-	}
-	l, err := lab.Open("", lab.NewProgress(writer{t}))
-	if err != nil {
-		t.Fatal(err)
-	}
+	l := open(t)
 	keep := os.Getenv("GPUCTL_LAB_KEEP") == "1"
 	for _, h := range l.Hosts() {
 		if !keep && h.Alive() {
@@ -57,6 +51,18 @@ func Start(t testing.TB) *lab.Lab {
 		}
 		l.Close()
 	})
+	return l
+}
+
+func open(t testing.TB) *lab.Lab {
+	t.Helper()
+	if os.Getenv("GPUCTL_LAB") != "1" {
+		t.Skip("needs the lab: run `make lab-test`, or set GPUCTL_LAB=1")
+	}
+	l, err := lab.Open("", lab.NewProgress(writer{t}))
+	if err != nil {
+		t.Fatal(err)
+	}
 	return l
 }
 
@@ -86,7 +92,7 @@ func Virsh(ctx context.Context, h *lab.Host, args ...string) (string, error) {
 	for i, a := range args {
 		args[i] = lab.Quote(a)
 	}
-	return h.Run(ctx, "timeout -k 1 120 virsh -q -c xen:///system "+strings.Join(args, " "))
+	return h.Run(ctx, "timeout -k 1 120 virsh -q -c "+h.URI()+" "+strings.Join(args, " "))
 }
 
 // A Guest is a domain of the lab. The zero values of its fields have defaults.
@@ -95,6 +101,7 @@ type Guest struct {
 	Name      string // default: "g" and a few random digits
 	MemoryMiB int    // default: 192
 	PVH       bool   // a PVH guest, which starts sooner but takes no PCI device; else HVM
+	KVM       bool   // a guest of a host without Xen: libvirt's qemu driver has it
 	// Kernel and Initrd are paths on the host; default: the kit's.
 	Kernel, Initrd string
 	// CommandLine is added to the kernel's.
@@ -132,10 +139,13 @@ func (g *Guest) complete() error {
 	}
 	if g.Initrd == "" {
 		g.Initrd = kit + "initrd.img"
+		if g.KVM {
+			g.Initrd = kit + "initrd-kvm.img"
+		}
 	}
 	if g.Kernel == "" {
 		g.Kernel = kit + "vmlinuz"
-		if g.PVH {
+		if g.PVH || g.KVM {
 			g.Kernel = kit + "vmlinux"
 		}
 	}
@@ -157,6 +167,9 @@ func (g *Guest) channel() string { return "/run/gpuctl-lab/" + g.uuid + ".sock" 
 func (g *Guest) XML(devices ...string) (string, error) {
 	if err := g.complete(); err != nil {
 		return "", err
+	}
+	if g.KVM {
+		return g.kvmXML(), nil
 	}
 	var b strings.Builder
 	fmt.Fprintf(&b, "<domain type='xen'>\n  <name>%s</name>\n  <uuid>%s</uuid>\n  <memory unit='MiB'>%d</memory>\n  <vcpu>1</vcpu>\n  <os>\n",

@@ -2,6 +2,7 @@ package xen
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"os"
 	"os/exec"
@@ -23,8 +24,8 @@ rdma link show | grep -q rxe0 || rdma link add rxe0 type rxe netdev $i; rdma lin
 // rdmaTests are what runs on a host as it does elsewhere with stand-ins.
 var rdmaTests = []string{"./internal/rdma", "./guest/fabric"}
 
-// TestRDMA has a session of a host compute on the other host's GPU over RDMA, through a cut of the
-// network and the death of either gpuguest. Swaps over such connections are tested with TCP in RDMA's place.
+// TestRDMA has a session of a host swapped to the other host's GPU, compute there over RDMA, through a cut of
+// the network and the death of either gpuguest, and swapped home, twice.
 func TestRDMA(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 25*time.Minute)
 	defer cancel()
@@ -61,7 +62,7 @@ func TestRDMA(t *testing.T) {
 	})
 	quiet := a.connections(ctx)
 	// It ends when its standard input does.
-	must(t, labtest.StartUnit(ctx, a.Host, "model", "sh -c 'tail -f /dev/null | gpuctl run --remote only -- model --seconds 100000 --kib 64 --no-images'"))
+	must(t, labtest.StartUnit(ctx, a.Host, "model", "sh -c 'tail -f /dev/null | gpuctl run -- model --seconds 100000 --kib 16 --no-images'"))
 	t.Cleanup(func() { _, _ = a.Run(context.Background(), "systemctl stop model") })
 	goesOn := func(when string) {
 		t.Helper()
@@ -78,6 +79,25 @@ func TestRDMA(t *testing.T) {
 			t.Errorf("%s there are %d connections over RDMA, %d without a session: %s", when, n, quiet, a.run(ctx, "rdma resource show qp; tail -n 30 /run/gpuctl/gpuguest.log"))
 		}
 	}
+	swap := func(gpu string) {
+		t.Helper()
+		out := a.must(ctx, "sessions", "-o", "json")
+		var all []struct {
+			ID string `json:"id"`
+		}
+		if err := json.Unmarshal([]byte(out), &all); err != nil || len(all) != 1 {
+			t.Fatal(err, out)
+		}
+		began := time.Now()
+		// A program in emulation may keep its GPU busy for longer than a swap waits.
+		testkit.Until(t, "a swap to "+gpu, func() error {
+			out, err := a.gpuctl(ctx, "migrate", all[0].ID, "--to", gpu)
+			return testkit.Want(err == nil, out, err)
+		})
+		t.Logf("a swap to %s: %v", gpu, time.Since(began).Round(time.Second))
+	}
+	goesOn("at home")
+	swap(b.Name + "/far")
 	over("on the other host's GPU")
 	must(t, a.Link(ctx, false))
 	time.Sleep(8 * time.Second) // how long the network is gone
@@ -87,6 +107,10 @@ func TestRDMA(t *testing.T) {
 		h.run(ctx, "pkill -KILL -x gpuguest")
 		goesOn("after the death of " + h.Name + "'s gpuguest")
 	}
+	swap(a.Name + "/far")
+	goesOn("at home again")
+	swap(b.Name + "/far")
+	over("on the other host's GPU again")
 	if out := a.run(ctx, "journalctl -q --no-pager -o cat -u model | grep -v '^ops'; true"); strings.Contains(out, "BAD") {
 		t.Errorf("wrong results: %s", out)
 	}
