@@ -37,7 +37,7 @@ type Host struct {
 
 	lab   *Lab
 	index int
-	kvm   bool   // no Xen: its VMs are of libvirt's qemu driver
+	kvm   bool // no Xen: its VMs are of libvirt's qemu driver
 	dir   string
 	quota int    // percent of one processor that its QEMU may use; 0: all
 	group string // the name of its cgroup, if it has a quota
