@@ -94,12 +94,10 @@ func serveCarried(ctx context.Context, api, apps, dir, users string, anew bool) 
 			return fmt.Errorf("GPUCTL_TEST_CARRIER_OUTAGE: %w", err)
 		}
 	}
-	at, listen := os.Getenv("GPUCTL_TEST_CARRIER_AT"), []string{"127.0.0.1:0"}
-	port := filepath.Join(dir, "carrier-port")
-	if at != "" {
-		listen = nil
-	} else if before, err := os.ReadFile(port); err == nil { // carriers of one that was killed come back
-		listen = []string{string(before)}
+	at, port := os.Getenv("GPUCTL_TEST_CARRIER_AT"), filepath.Join(dir, "carrier-port")
+	var listen []string
+	if at == "" {
+		listen = []string{sameAs(port)}
 	}
 	// hostd is not told of these leases: it would end them, as it has not asked for them.
 	leases, err := lease.New(lease.Config{Dir: dir, Launcher: real, Logger: log, Listen: listen, Most: 4096})
@@ -145,6 +143,14 @@ func serveCarried(ctx context.Context, api, apps, dir, users string, anew bool) 
 	defer others.Close()
 	l.hosts = newHosts(leases, others)
 	return service.Serve(ctx, log, api, apps, m, &straight{Manager: m, l: l, log: log})
+}
+
+// sameAs returns the address that a file has from before, to which carriers come back, or a free one.
+func sameAs(file string) string {
+	if before, err := os.ReadFile(file); err == nil {
+		return string(before)
+	}
+	return "127.0.0.1:0"
 }
 
 // launcher starts carriers where executors are asked for.

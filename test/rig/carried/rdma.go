@@ -3,7 +3,7 @@ package main
 import (
 	"context"
 	"log/slog"
-	"net"
+	"os"
 	"path/filepath"
 
 	"github.com/gpuctl/gpuctl/guest/fabric"
@@ -16,8 +16,12 @@ import (
 // overRDMA has carriers connect as over RDMA only, with TCP in its place, and returns the address
 // for that. What comes is passed on to a port.
 func overRDMA(ctx context.Context, l *session.ExecLauncher, port string, log *slog.Logger) (address string, err error) {
-	s, at, err := fabrictest.TCP{}.Listen(ctx, net.JoinHostPort("127.0.0.1", "0"))
+	file := filepath.Join(l.Dir, "rdma-port")
+	s, at, err := fabrictest.TCP{}.Listen(ctx, sameAs(file))
 	if err != nil {
+		return "", err
+	}
+	if err := os.WriteFile(file, []byte(at.String()), 0o600); err != nil {
 		return "", err
 	}
 	l.RDMA = filepath.Join(l.Dir, "rdma.sock")
