@@ -2,7 +2,6 @@ package fabric
 
 import (
 	"context"
-	"fmt"
 	"io"
 	"log/slog"
 	"net"
@@ -69,10 +68,7 @@ func (w *Ways) Serve(ctx context.Context) error {
 	for _, at := range w.At {
 		wg.Go(func() { w.listen(ctx, at, loopback(at)) })
 	}
-	near := relay.Near{Log: w.Log, Dial: w.dial, May: func(uid uint32, first []byte) error {
-		if !w.May(uid) {
-			return fmt.Errorf("user %d may not connect over RDMA", uid)
-		}
+	near := relay.Near{Log: w.Log, Dial: w.dial, May: w.May, First: func(first []byte) error {
 		_, err := remote.ParsePreamble(first)
 		return err
 	}}

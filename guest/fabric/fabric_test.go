@@ -140,8 +140,8 @@ func TestOthersMayNotConnect(t *testing.T) {
 		may   bool
 		first []byte
 	}{
-		"may not connect over RDMA": {false, first},
-		remote.ErrPreamble.Error():  {true, bytes.Repeat([]byte{'x'}, len(first))},
+		"may not connect":          {false, first},
+		remote.ErrPreamble.Error(): {true, bytes.Repeat([]byte{'x'}, len(first))},
 	} {
 		socket := serve(t, fabric.Config{Open: open, May: func(uint32) bool { return c.may }})
 		conn, err := relay.Dial(testkit.Context(t), socket, at.String(), false, c.first)

@@ -19,8 +19,10 @@ import (
 // Near makes programs' connections in a way that only this process has. It is safe for
 // concurrent use.
 type Near struct {
-	// May returns an error for a user that may not connect, or for what it sends first.
-	May func(uid uint32, first []byte) error
+	// May reports whether a user may connect.
+	May func(uid uint32) bool
+	// First returns why what comes first may not be sent.
+	First func(first []byte) error
 	// Dial connects to an address.
 	Dial func(ctx context.Context, address string) (io.ReadWriteCloser, error)
 	Log  *slog.Logger
@@ -34,18 +36,21 @@ func (n *Near) Serve(ctx context.Context, l *net.UnixListener) error {
 }
 
 func (n *Near) program(ctx context.Context, conn *net.UnixConn) error {
-	defer n.open.Add(-1)
-	if n.open.Add(1) > mostJoined {
-		return errFull
-	}
 	peer, err := unixrpc.Credentials(conn)
 	if err != nil {
 		return err
 	}
+	if !n.May(peer.UID) { // before it takes a place
+		return fmt.Errorf("user %d may not connect so", peer.UID)
+	}
+	defer n.open.Add(-1)
+	if n.open.Add(1) > mostJoined {
+		return errFull
+	}
 	_ = conn.SetDeadline(time.Now().Add(headFor))
 	w, err := readHead(conn)
 	if err == nil {
-		err = n.May(peer.UID, w.First)
+		err = n.First(w.First)
 	}
 	if err != nil {
 		return err

@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -28,6 +29,12 @@ func near(t *testing.T, n *Near) string {
 		t.Fatal(err)
 	}
 	n.Log = quiet()
+	if n.May == nil {
+		n.May = func(uint32) bool { return true }
+	}
+	if n.First == nil {
+		n.First = func([]byte) error { return nil }
+	}
 	if n.Dial == nil {
 		n.Dial = func(ctx context.Context, address string) (io.ReadWriteCloser, error) {
 			return (&net.Dialer{}).DialContext(ctx, "tcp", address)
@@ -53,7 +60,7 @@ func run(t *testing.T, f func(context.Context)) {
 }
 
 func TestNearMakesConnections(t *testing.T) {
-	socket := near(t, &Near{May: func(uint32, []byte) error { return nil }})
+	socket := near(t, &Near{})
 	address := testkit.Port(t, echo)
 	var work sync.WaitGroup
 	for i := range 32 {
@@ -73,7 +80,7 @@ func TestNearMakesConnections(t *testing.T) {
 }
 
 func TestNearSaysWhyNot(t *testing.T) {
-	socket := near(t, &Near{May: func(_ uint32, first []byte) error {
+	socket := near(t, &Near{First: func(first []byte) error {
 		if len(first) > 0 {
 			return errors.New("not for you")
 		}
@@ -93,6 +100,29 @@ func TestNearSaysWhyNot(t *testing.T) {
 			}
 		})
 	}
+}
+
+// Who may not connect takes no place of those who may.
+func TestNearGivesStrangersNoPlace(t *testing.T) {
+	var friend atomic.Bool
+	socket := near(t, &Near{May: func(uint32) bool { return friend.Load() }})
+	for range mostJoined {
+		conn, err := net.Dial("unix", socket)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		_ = conn.SetDeadline(time.Now().Add(headFor / 2))
+		if answer, err := readLine(conn, 2*maxText); err != nil || !strings.Contains(answer, "may not connect") {
+			t.Fatalf("a stranger hears %q: %v", answer, err)
+		}
+	}
+	friend.Store(true)
+	conn, err := Dial(testkit.Context(t), socket, testkit.Port(t, echo), false, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	conn.Close()
 }
 
 // incoming is a way by which connections come, from addresses that the test chooses.
