@@ -260,7 +260,9 @@ static void received(rxConn *c, int i, uint32_t bytes) {
 	struct header in = *h; // once: the other end is hostile, if not its device
 	if (c->broken == -EPROTO)
 		return; // what follows a message that was refused would have a hole before it
-	if (bytes < sizeof(in) || in.size != bytes - sizeof(in) || in.freed > BUFFERS || c->credit + in.freed > BUFFERS || (in.size && c->last)) {
+	// One that says nothing is refused, too: they could come without end, and rxTurn would not return.
+	if (bytes < sizeof(in) || in.size != bytes - sizeof(in) || in.freed > BUFFERS || c->credit + in.freed > BUFFERS || c->last ||
+	    !(in.size || in.freed || in.flags & LAST)) {
 		c->broken = -EPROTO;
 		return;
 	}

@@ -9,5 +9,5 @@ import (
 )
 
 // Among them: a stream that is read as it was sent, a message that says another size than it has, one that gives
-// back more than was used, bytes after the last ones, and messages after one that was refused.
+// back more than was used, one that says nothing, one after the last, and messages after one that was refused.
 func TestAHostileEndsMessagesAreTakenAsTheyAreOrNotAtAll(t *testing.T) { testkit.Replay(t, 5) }

@@ -88,7 +88,7 @@ static uint32_t message(uint8_t *count) {
 		CHECK(device.c->tail == tail);
 		return 0;
 	}
-	CHECK(!refused && (device.c->tail != tail) == (size > 0) && bytes >= sizeof(h) && size == bytes - sizeof(h) && device.c->credit == credit + h.freed && device.c->credit <= BUFFERS && !(size && last));
+	CHECK(!refused && (device.c->tail != tail) == (size > 0) && bytes >= sizeof(h) && size == bytes - sizeof(h) && device.c->credit == credit + h.freed && device.c->credit <= BUFFERS && !last && (size || h.freed || h.flags & LAST));
 	device.full -= h.freed;
 	CHECK(device.full >= 0);
 	*count = from;
