@@ -306,6 +306,12 @@ static int completions(rxConn *c) {
 	return all;
 }
 
+// give tells the other end of half of its buffers at once.
+static void give(rxConn *c) {
+	if (c->owed >= BUFFERS / 2 && c->nidle > 0 && !c->broken && !c->done)
+		post_send(c, 0, 0);
+}
+
 int rxTurn(rxConn *c) {
 	struct ibv_cq *cq;
 	void *context;
@@ -315,6 +321,7 @@ int rxTurn(rxConn *c) {
 		if (ibv_req_notify_cq(c->cq, 0) && !c->broken)
 			c->broken = -EIO;
 	} while (completions(c) && !c->broken);
+	give(c); // there may have been no slot for it
 	return 0;
 }
 
@@ -329,12 +336,6 @@ int rxEvents(rxConn *c) {
 		lib.rdma_ack_cm_event(e);
 	}
 	return 0;
-}
-
-// give tells the other end of half of its buffers at once.
-static void give(rxConn *c) {
-	if (c->owed >= BUFFERS / 2 && c->nidle > 0 && !c->broken && !c->done)
-		post_send(c, 0, 0);
 }
 
 int64_t rxRecv(rxConn *c, void *to, size_t n) {

@@ -103,6 +103,7 @@ static void sent(void) {
 	memmove(device.sending, device.sending + 1, (size_t)--device.nsending * sizeof(int));
 	rxTurn(device.c);
 	CHECK(!failed || device.c->broken);
+	CHECK(device.c->owed < BUFFERS / 2 || device.c->broken || device.c->done); // or both ends would wait
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
