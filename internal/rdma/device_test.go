@@ -1,0 +1,62 @@
+package rdma
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"syscall"
+	"testing"
+)
+
+// standIn is set where the libraries are testdata/device.c. Variables of the environment say what
+// goes wrong there.
+const standIn = "GPUCTL_TEST_RDMA_STAND_IN"
+
+// TestMain runs the tests with libraries that need no device, if no device is named.
+func TestMain(m *testing.M) {
+	if os.Getenv("GPUCTL_TEST_RDMA") == "" {
+		if err := withStandIn(); err != nil {
+			fmt.Fprintln(os.Stderr, "tests that need a device are skipped:", err)
+		}
+	}
+	code := m.Run()
+	if dir := os.Getenv(standIn); dir != "" {
+		_ = os.RemoveAll(dir)
+	}
+	os.Exit(code)
+}
+
+// withStandIn begins the program anew, as libraries are found where it was told at its begin.
+func withStandIn() error {
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	dir, err := os.MkdirTemp("", "rdma") // the next program removes it
+	if err != nil {
+		return err
+	}
+	verbs := filepath.Join(dir, "libibverbs.so.1")
+	if out, err := exec.Command("cc", "-shared", "-fPIC", "-g", "-Wall", "-Wextra", "-Werror", "-o", verbs, "testdata/device.c").CombinedOutput(); err != nil {
+		_ = os.RemoveAll(dir)
+		return fmt.Errorf("%w: %s", err, out)
+	}
+	if err := os.Symlink(verbs, filepath.Join(dir, "librdmacm.so.1")); err != nil {
+		_ = os.RemoveAll(dir)
+		return err
+	}
+	return syscall.Exec(self, os.Args, append(os.Environ(), "LD_LIBRARY_PATH="+dir, "GPUCTL_TEST_RDMA=192.0.2.1", standIn+"="+dir))
+}
+
+// failing returns the stand-in, with faults that are named.
+func failing(t *testing.T, faults ...string) (Library, string) {
+	t.Helper()
+	if os.Getenv(standIn) == "" {
+		t.Skip("only a device that is not there fails when it is told to")
+	}
+	for _, f := range faults {
+		t.Setenv(f, "1")
+	}
+	return world(t)
+}
