@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"net/netip"
 	"os"
 	"sync"
 	"syscall"
@@ -49,20 +50,16 @@ func (l Library) Dial(ctx context.Context, address string) (*Conn, error) {
 		c   *Conn
 		err error
 	}
-	result := make(chan made, 1)
+	result := make(chan made)
 	go func() { // it gives up by itself
-		r := rawOf(to)
-		var c *C.rxConn
-		if err := failed(C.rxDial(unsafe.Pointer(&r), C.int(stepFor.Milliseconds()), &c)); err != nil {
-			result <- made{nil, err}
-			return
+		conn, err := connect(to)
+		select {
+		case result <- made{conn, err}:
+		case <-ctx.Done():
+			if err == nil {
+				_ = conn.Close()
+			}
 		}
-		conn, err := newConn(c)
-		if err == nil && ctx.Err() != nil {
-			_ = conn.Close()
-			err = ctx.Err()
-		}
-		result <- made{conn, err}
 	}()
 	select {
 	case m := <-result:
@@ -73,6 +70,15 @@ func (l Library) Dial(ctx context.Context, address string) (*Conn, error) {
 	case <-ctx.Done():
 		return nil, fmt.Errorf("rdma %s: %w", address, ctx.Err())
 	}
+}
+
+func connect(to netip.AddrPort) (*Conn, error) {
+	r := rawOf(to)
+	var c *C.rxConn
+	if err := failed(C.rxDial(unsafe.Pointer(&r), C.int(stepFor.Milliseconds()), &c)); err != nil {
+		return nil, err
+	}
+	return newConn(c)
 }
 
 // newConn serves a connection that is established.

@@ -1,12 +1,15 @@
 package rdma
 
 import (
+	"context"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"syscall"
 	"testing"
+	"time"
 )
 
 // standIn is set where the libraries are testdata/device.c. Variables of the environment say what
@@ -59,4 +62,57 @@ func failing(t *testing.T, faults ...string) (Library, string) {
 		t.Setenv(f, "1")
 	}
 	return world(t)
+}
+
+// descriptors returns how many descriptors this process has: each connection has some.
+func descriptors(t *testing.T) int {
+	t.Helper()
+	all, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return len(all)
+}
+
+// gone waits until there are as few descriptors as there were.
+func gone(t *testing.T, before int) {
+	t.Helper()
+	for end := time.Now().Add(endFor / 2); ; time.Sleep(10 * time.Millisecond) {
+		n := descriptors(t)
+		if n <= before {
+			return
+		}
+		if time.Now().After(end) {
+			t.Fatalf("%d descriptors are left over", n-before)
+		}
+	}
+}
+
+// lateContext ends just after it was asked whether it has.
+type lateContext struct {
+	context.Context
+	cancel context.CancelFunc
+}
+
+func (c lateContext) Err() error {
+	defer func() {
+		c.cancel()
+		time.Sleep(10 * time.Millisecond) // who waits for it, sees that
+	}()
+	return c.Context.Err()
+}
+
+// A connection that is made while who wants it gives up is not left over.
+func TestDialLeavesNothing(t *testing.T) {
+	l, ip := failing(t)
+	at := listen(t, l, ip, func(c *Conn) { _, _ = io.Copy(c, c) })
+	before := descriptors(t)
+	for range 20 {
+		ctx, cancel := context.WithCancel(t.Context())
+		time.AfterFunc(100*time.Millisecond, cancel)
+		if c, err := l.Dial(lateContext{ctx, cancel}, at); err == nil {
+			_ = c.Close()
+		}
+	}
+	gone(t, before)
 }
