@@ -116,3 +116,18 @@ func TestDialLeavesNothing(t *testing.T) {
 	}
 	gone(t, before)
 }
+
+// What a device says beside keeps nobody waiting who comes after it.
+func TestListenerTakesWhatFollowsAnotherEvent(t *testing.T) {
+	l, ip := failing(t, "RDMA_OTHER_EVENT")
+	at := listen(t, l, ip, func(c *Conn) { _, _ = io.Copy(c, c) })
+	for range 50 {
+		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
+		c, err := l.Dial(ctx, at)
+		cancel()
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = c.Close()
+	}
+}
