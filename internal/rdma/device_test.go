@@ -7,9 +7,13 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // standIn is set where the libraries are testdata/device.c. Variables of the environment say what
@@ -130,4 +134,33 @@ func TestListenerTakesWhatFollowsAnotherEvent(t *testing.T) {
 		}
 		_ = c.Close()
 	}
+}
+
+// A signal, as that a child has ended, does not end a connection that is being made.
+func TestSignalsEndNoDial(t *testing.T) {
+	l, ip := failing(t, "RDMA_SLOW")
+	at := listen(t, l, ip, func(c *Conn) { _, _ = io.Copy(c, c) })
+	ctx, cancel := context.WithCancel(t.Context())
+	var work sync.WaitGroup
+	work.Go(func() {
+		for ctx.Err() == nil {
+			threads, _ := os.ReadDir("/proc/self/task")
+			for _, thread := range threads {
+				if id, err := strconv.Atoi(thread.Name()); err == nil {
+					_ = unix.Tgkill(os.Getpid(), id, unix.SIGCHLD)
+				}
+			}
+			time.Sleep(10 * time.Millisecond)
+		}
+	})
+	for range 5 {
+		c, err := l.Dial(t.Context(), at)
+		if err != nil {
+			t.Error(err)
+			break
+		}
+		_ = c.Close()
+	}
+	cancel()
+	work.Wait()
 }

@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <rdma/rdma_cma.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -132,7 +133,10 @@ static int equip(rxConn *c) {
 // event waits for an event of the connection manager: 0 if it is the one that is expected.
 static int event(rxConn *c, enum rdma_cm_event_type want, int ms) {
 	struct pollfd p = {.fd = c->channel->fd, .events = POLLIN};
-	int n = poll(&p, 1, ms);
+	struct timespec limit = {.tv_sec = ms / 1000, .tv_nsec = ms % 1000 * 1000000L};
+	sigset_t all; // as Go has handlers: a signal would end the wait
+	sigfillset(&all);
+	int n = ppoll(&p, 1, &limit, &all);
 	if (n <= 0)
 		return n ? -errno : -ETIMEDOUT;
 	struct rdma_cm_event *e;

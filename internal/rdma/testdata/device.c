@@ -8,6 +8,7 @@
 #include <rdma/rdma_cma.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 enum { MOST = 64 };
@@ -227,6 +228,9 @@ int rdma_connect(struct rdma_cm_id *id, struct rdma_conn_param *p) {
 int rdma_accept(struct rdma_cm_id *id, struct rdma_conn_param *p) {
 	struct id *i = (struct id *)id;
 	(void)p;
+	if (is("RDMA_SLOW"))
+		for (struct timespec left = {.tv_nsec = 100000000}; nanosleep(&left, &left);)
+			;
 	pthread_mutex_lock(&mu);
 	if (i->peer) {
 		struct qp *a = (struct qp *)i->pub.qp, *b = (struct qp *)i->peer->pub.qp;
