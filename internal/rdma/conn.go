@@ -35,7 +35,8 @@ type Conn struct {
 	turned *sync.Cond // something has come, has arrived, or has ended
 	c      *C.rxConn
 	closed bool
-	late   bool // it has been waited for what was sent
+	wrote  bool
+	late   bool // it is not waited for what was sent
 	files  []*os.File
 	work   sync.WaitGroup
 }
@@ -178,6 +179,7 @@ func (c *Conn) Write(b []byte) (n int, err error) {
 	for n < len(b) {
 		k, err := c.do("write", func() C.int64_t { return C.rxSend(c.c, unsafe.Pointer(&b[n]), C.size_t(len(b)-n)) })
 		n += k
+		c.wrote = c.wrote || k > 0
 		if err != nil {
 			return n, err
 		}
@@ -185,17 +187,18 @@ func (c *Conn) Write(b []byte) (n int, err error) {
 	return n, nil
 }
 
-// Close ends the connection. What was written arrives, if the other end still takes it; that
-// is not waited for.
+// Close ends the connection. What was written arrives, if the other end still takes it: that is
+// waited for, so that who counts connections counts those that are left over.
 func (c *Conn) Close() error {
 	c.mu.Lock()
-	defer c.mu.Unlock()
 	if c.closed {
+		c.mu.Unlock()
 		return c.failed("close", net.ErrClosed)
 	}
-	c.closed = true
+	c.closed, c.late = true, !c.wrote
 	c.turned.Broadcast()
-	go c.end()
+	c.mu.Unlock()
+	c.end()
 	return nil
 }
 
@@ -209,7 +212,7 @@ func (c *Conn) end() {
 	})
 	defer timer.Stop()
 	c.mu.Lock()
-	for !c.late && C.rxEnd(c.c) == -C.int(syscall.EAGAIN) || !c.late && C.rxIdle(c.c) == 0 {
+	for (C.rxEnd(c.c) == -C.int(syscall.EAGAIN) || C.rxIdle(c.c) == 0) && !c.late {
 		c.turned.Wait()
 	}
 	c.mu.Unlock()

@@ -164,3 +164,30 @@ func TestSignalsEndNoDial(t *testing.T) {
 	cancel()
 	work.Wait()
 }
+
+// Who sends no acknowledgement keeps nothing of a connection over which nothing was written,
+// and of others only until Close returns.
+func TestWhoAcknowledgesNothingKeepsNothing(t *testing.T) {
+	l, ip := failing(t, "RDMA_DEAF")
+	for name, write := range map[string]func(*Conn){
+		"nothing was written": func(*Conn) {},
+		"a byte was written":  func(c *Conn) { _, _ = c.Write(make([]byte, 1)) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			came, silent := make(chan struct{}), make(chan struct{})
+			at := listen(t, l, ip, func(*Conn) {
+				close(came)
+				<-silent
+			})
+			before := descriptors(t)
+			c := dial(t, l, at)
+			<-came
+			each := (descriptors(t) - before) / 2
+			write(c)
+			_ = c.Close()
+			gone(t, before+each)
+			close(silent)
+			gone(t, before)
+		})
+	}
+}
