@@ -11,11 +11,17 @@ import (
 
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/internal/relay"
+	"github.com/gpuctl/gpuctl/internal/throttle"
 	"github.com/gpuctl/gpuctl/internal/wait"
 )
 
-// again is after what time a device is looked for that was not there.
-const again = 10 * time.Second
+const (
+	// again is after what time a device is looked for that was not there.
+	again = 10 * time.Second
+	// refusals that are logged at first; then one for each refusalsEvery
+	refusalsLogged = 20
+	refusalsEvery  = 5 * time.Second
+)
 
 // Config has the settings of Ways.
 type Config struct {
@@ -128,7 +134,7 @@ func Pass(ctx context.Context, s Listener, to string, log *slog.Logger) {
 	defer context.AfterFunc(ctx, end)()
 	defer end()
 	p := relay.Pass{
-		Log: log, Accept: s.Accept,
+		Log: throttle.Logger(log, refusalsLogged, refusalsEvery), Accept: s.Accept, // anybody can connect
 		First: func(r io.Reader) ([]byte, error) {
 			b := make([]byte, remote.PreambleSize)
 			if _, err := io.ReadFull(r, b); err != nil {

@@ -153,3 +153,37 @@ func TestOthersMayNotConnect(t *testing.T) {
 		}
 	}
 }
+
+// Strangers cannot fill the log.
+func TestStrangersAreLoggedAtALimitedRate(t *testing.T) {
+	s, at, err := fabrictest.TCP{}.Listen(t.Context(), "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var lines counter
+	ctx, cancel := context.WithCancel(context.Background())
+	var work sync.WaitGroup
+	work.Go(func() { fabric.Pass(ctx, s, "127.0.0.1:1", slog.New(slog.NewTextHandler(&lines, nil))) })
+	for range 200 {
+		c, err := net.Dial("tcp", at.String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, _ = c.Write(bytes.Repeat([]byte{'x'}, len(first)))
+		_, _ = c.Read(make([]byte, 1)) // it is refused
+		c.Close()
+	}
+	cancel()
+	work.Wait()
+	if n := lines.Load(); n == 0 || n > 50 {
+		t.Errorf("%d lines in the log", n)
+	}
+}
+
+// counter counts writes.
+type counter struct{ atomic.Int64 }
+
+func (c *counter) Write(b []byte) (int, error) {
+	c.Add(1)
+	return len(b), nil
+}
