@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net"
 	"net/netip"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -105,9 +106,15 @@ type Pass struct {
 	Log  *slog.Logger
 
 	mu       sync.Mutex
-	unproven map[netip.Addr]int
-	all      int // unproven
+	unproven []*stranger // in the order in which they came
 	joined   int
+}
+
+// stranger is a connection that the port has not answered.
+type stranger struct {
+	conn io.Closer
+	from netip.Addr
+	said bool // what comes first
 }
 
 // mostStrange is how many connections there may be to which the port has not answered, less
@@ -132,16 +139,15 @@ func (p *Pass) Serve(ctx context.Context) {
 			_ = wait.For(ctx, 100*time.Millisecond)
 			continue
 		}
-		proven, err := p.admit(from.Unmap())
+		s, err := p.admit(conn, from.Unmap())
 		if err != nil {
 			p.refused(from, err)
 			_ = conn.Close()
 			continue
 		}
 		wg.Go(func() {
-			defer p.leave()
-			defer proven()
-			if err := p.pass(ctx, conn, proven); err != nil && ctx.Err() == nil {
+			defer p.leave(s)
+			if err := p.pass(ctx, conn, s); err != nil && ctx.Err() == nil {
 				p.refused(from, err)
 			}
 			_ = conn.Close()
@@ -153,45 +159,59 @@ func (p *Pass) refused(from netip.Addr, err error) {
 	p.Log.Warn("a connection is not passed on", "from", from, "err", err)
 }
 
-// admit counts a connection that the port has not answered; proven ends that.
-func (p *Pass) admit(from netip.Addr) (proven func(), err error) {
+// admit counts a connection that the port has not answered. It makes room for it: the oldest that
+// has said nothing goes, of its address or of the one with most of them. A carrier says at once who
+// it is, so who is silent keeps nobody out.
+func (p *Pass) admit(conn io.Closer, from netip.Addr) (*stranger, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	switch {
-	case p.unproven[from] >= mostUnproven || p.all >= mostStrange:
-		return nil, fmt.Errorf("%d of its connections, %d of all, have not said who they are", p.unproven[from], p.all)
-	case p.joined >= mostJoined:
+	if p.joined >= mostJoined {
 		return nil, errFull
 	}
-	if p.unproven == nil {
-		p.unproven = map[netip.Addr]int{}
-	}
-	p.unproven[from]++
-	p.all++
-	p.joined++
-	return sync.OnceFunc(func() {
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		if p.unproven[from]--; p.unproven[from] == 0 {
-			delete(p.unproven, from)
+	count, most := map[netip.Addr]int{}, from
+	for _, o := range p.unproven {
+		if count[o.from]++; count[o.from] > count[most] {
+			most = o.from
 		}
-		p.all--
-	}), nil
+	}
+	if count[from] >= mostUnproven {
+		most = from
+	}
+	if count[from] >= mostUnproven || len(p.unproven) >= mostStrange {
+		i := slices.IndexFunc(p.unproven, func(o *stranger) bool { return o.from == most && !o.said })
+		if i < 0 {
+			return nil, fmt.Errorf("%d of its connections, %d of all, have no answer", count[from], len(p.unproven))
+		}
+		_ = p.unproven[i].conn.Close()
+		p.unproven = slices.Delete(p.unproven, i, i+1)
+	}
+	s := &stranger{conn: conn, from: from}
+	p.unproven = append(p.unproven, s)
+	p.joined++
+	return s, nil
 }
 
-func (p *Pass) leave() {
+// proven counts a connection no more as one that the port has not answered.
+func (p *Pass) proven(s *stranger) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.unproven = slices.DeleteFunc(p.unproven, func(o *stranger) bool { return o == s })
+}
+
+func (p *Pass) leave(s *stranger) {
+	p.proven(s)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.joined--
 }
 
-func (p *Pass) pass(ctx context.Context, conn io.ReadWriteCloser, proven func()) error {
-	out, err := p.begin(ctx, conn)
+func (p *Pass) pass(ctx context.Context, conn io.ReadWriteCloser, s *stranger) error {
+	out, err := p.begin(ctx, conn, s)
 	if err != nil {
 		return err
 	}
 	_ = out.SetReadDeadline(time.Now().Add(provenFor))
-	answers := &proving{Conn: out, proven: proven}
+	answers := &proving{Conn: out, proven: func() { p.proven(s) }}
 	both(ctx, answers, conn)
 	if !answers.done && ctx.Err() == nil {
 		return errors.New("the port has not answered it")
@@ -200,7 +220,7 @@ func (p *Pass) pass(ctx context.Context, conn io.ReadWriteCloser, proven func())
 }
 
 // begin connects to the port, and sends it what comes first.
-func (p *Pass) begin(ctx context.Context, conn io.ReadWriteCloser) (net.Conn, error) {
+func (p *Pass) begin(ctx context.Context, conn io.ReadWriteCloser, s *stranger) (net.Conn, error) {
 	heading, cancel := context.WithTimeout(ctx, headFor)
 	defer cancel()
 	defer context.AfterFunc(heading, func() { _ = conn.Close() })()
@@ -208,6 +228,9 @@ func (p *Pass) begin(ctx context.Context, conn io.ReadWriteCloser) (net.Conn, er
 	if err != nil {
 		return nil, err
 	}
+	p.mu.Lock()
+	s.said = true
+	p.mu.Unlock()
 	dialing, cancel := context.WithTimeout(ctx, dialFor)
 	defer cancel()
 	out, err := p.Dial(dialing)

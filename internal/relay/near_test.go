@@ -213,8 +213,9 @@ func TestPassGivesStrangersFewConnections(t *testing.T) {
 	for range mostUnproven {
 		silent = append(silent, c.from(t, "192.0.2.1"))
 	}
-	if err := ended(c.from(t, "192.0.2.1")); err != nil {
-		t.Errorf("one more is not refused: %v", err)
+	silent = append(silent, c.from(t, "192.0.2.1"))
+	if err := ended(silent[0]); err != nil {
+		t.Errorf("the oldest does not make room for one more: %v", err)
 	}
 	for range 2 * mostStrange { // each has its answer, and takes no place
 		conn := c.from(t, "192.0.2.2")
@@ -232,4 +233,18 @@ func TestPassGivesStrangersFewConnections(t *testing.T) {
 		_, _ = conn.Write([]byte("ok"))
 		return exchanges(conn, []byte("ok"), 1)
 	})
+}
+
+// Nor do many who say nothing keep others out.
+func TestPassMakesRoomForWhoSpeaks(t *testing.T) {
+	c := passes(t, testkit.Port(t, echo))
+	for i := range 2 * mostStrange {
+		_ = c.from(t, fmt.Sprint("198.51.100.", i%3))
+	}
+	conn := c.from(t, "192.0.2.1")
+	_ = conn.SetDeadline(time.Now().Add(headFor / 2))
+	_, _ = conn.Write([]byte("ok"))
+	if err := exchanges(conn, []byte("ok"), 1); err != nil {
+		t.Error(err)
+	}
 }
