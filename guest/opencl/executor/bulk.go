@@ -289,7 +289,7 @@ func (s *session) carry(b *bulk) {
 	s.lanes[b.lane] = false
 	s.moving = slices.DeleteFunc(s.moving, func(x *parkedCall) bool { return x == p })
 	p.q.bulk--
-	if p.q.inOrder() { // nothing else can have been enqueued since
+	if p.q.inOrder() && st == cl.Success { // nothing else can have been enqueued since
 		p.q.idle = p.q.seq
 	}
 	// Mark the object again: an export may have recorded it as clean while the transfer

@@ -168,8 +168,8 @@ func (s *session) enqueue(c call, m wire.Request, queueID, eventID uint32, wait 
 		if data != nil { // it has the pointer of a mapping, which an error would hide
 			told = nil
 		}
-		o = s.waitThen(c, told, []cl.Event{ev}, cl.Success, func() []byte {
-			if q.inOrder() { // the earlier commands have ended, too
+		o = s.waitThen(c, told, []cl.Event{ev}, cl.Success, func(st cl.Status) []byte {
+			if q.inOrder() && st == cl.Success { // the earlier commands have ended, too
 				q.idle = max(q.idle, n)
 				s.gateIfIdle()
 			}
@@ -461,8 +461,10 @@ func (s *session) finish(c call, m *wire.Finish) (outcome, error) {
 		back()
 		s.mu.Lock()
 		q.users--
-		q.idle = max(q.idle, n)
-		s.settle(q, q.seq == n)
+		if st == cl.Success { // if not, commands may run
+			q.idle = max(q.idle, n)
+		}
+		s.settle(q, q.seq == q.idle)
 		s.settleAll()
 		s.bury(q.ctx)
 		s.gateIfIdle()

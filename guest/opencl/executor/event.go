@@ -231,10 +231,10 @@ func (s *session) waitEvents(c call, m *wire.WaitEvents) (outcome, error) {
 	}
 	e := s.timedAlone(m.Wait)
 	if e == nil {
-		return s.waitThen(c, nil, evs, st, func() []byte { return nil }), nil
+		return s.waitThen(c, nil, evs, st, func(cl.Status) []byte { return nil }), nil
 	}
 	e.users++ // it may be released in the meantime
-	return s.waitThen(c, nil, evs, st, func() (times []byte) {
+	return s.waitThen(c, nil, evs, st, func(cl.Status) (times []byte) {
 		if t, st := s.stamps(e); st == cl.Success {
 			times = u64s(t[:]...)
 		}
@@ -271,7 +271,7 @@ func (s *session) timedAlone(wait []uint32) *event {
 // waitThen waits for vendor events without the lock, and then answers the call with the
 // result of then, or with the error of an earlier command of q, if q is not nil. known is the
 // error of what has ended before.
-func (s *session) waitThen(c call, q *queue, evs []cl.Event, known cl.Status, then func() []byte) outcome {
+func (s *session) waitThen(c call, q *queue, evs []cl.Event, known cl.Status, then func(st cl.Status) []byte) outcome {
 	for _, e := range evs {
 		cl.RetainEvent(e)
 	}
@@ -285,7 +285,7 @@ func (s *session) waitThen(c call, q *queue, evs []cl.Event, known cl.Status, th
 			cl.ReleaseEvent(e)
 		}
 		s.settleAll()
-		data := then()
+		data := then(st)
 		if q != nil {
 			st = q.take(st)
 		}

@@ -94,7 +94,7 @@ func (s *session) export(ctx context.Context, to string, all, final bool, out si
 		marks = s.markers(s.contexts())
 	}
 	s.mu.Unlock()
-	await(marks)
+	before := await(marks)
 	var total, sent uint64
 	for i := range ps {
 		total += ps[i].bytes()
@@ -110,6 +110,9 @@ func (s *session) export(ctx context.Context, to string, all, final bool, out si
 	defer s.mu.Unlock()
 	for i := range ps {
 		ps[i].m.users--
+		if before != cl.Success {
+			ps[i].m.markAll() // a command that was to end first may have been running
+		}
 		s.dropMem(ps[i].m)
 	}
 	s.endLeft()

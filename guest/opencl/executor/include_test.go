@@ -233,3 +233,17 @@ func TestIncludedFilesStayInTheirFolder(t *testing.T) {
 		t.Errorf("beside the session's folder: %v, %v", found, err)
 	}
 }
+
+// A header that has the name of a file of the application's is none: a swap would lay it into the folder of such
+// files, and compile without it.
+func TestAHeaderIsNotTakenForAFile(t *testing.T) {
+	c := newClient(t)
+	c.executor(1).activate()
+	ctx, _, _ := c.setup(0)
+	header, object := c.program(ctx, "#define X 1\n"), c.program(ctx, "#include \"//x.h\"\nkernel void f() {}")
+	slot := c.start(&wire.CompileProgram{Program: object, Headers: []uint32{header}, Names: []byte("//x.h\x00")})
+	if st, _ := c.answer(slot); st != cl.InvalidValue {
+		t.Error(st)
+	}
+	c.call(&wire.CompileProgram{Program: c.program(ctx, "#include \"y.h\"\nkernel void f() {}"), Headers: []uint32{header}, Names: []byte("y.h\x00")})
+}

@@ -482,9 +482,9 @@ func (s *session) dropVendorMem(m *mem) {
 	c.zombieBytes += m.size
 	if c.zombieBytes > maxZombies {
 		for _, q := range c.queues {
-			n := q.seq
-			cl.Finish(q.vendor)
-			q.idle = n
+			if cl.Finish(q.vendor) == cl.Success {
+				q.idle = q.seq
+			}
 		}
 	}
 	s.bury(c)

@@ -418,6 +418,10 @@ func (s *session) compile(c call, m *wire.CompileProgram, in inclusion) (outcome
 			releasePrograms(hs)
 			return done(cl.InvalidProgram), nil
 		}
+		if isFile(names[i]) { // a swap would take it for a file of the application's
+			releasePrograms(hs)
+			return done(cl.InvalidValue), nil
+		}
 		v, st := h.included()
 		if st != cl.Success {
 			releasePrograms(hs)

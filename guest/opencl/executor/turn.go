@@ -140,8 +140,9 @@ func (t *deviceTurns) untilOver() {
 		}
 		evs := untilAll(todo)
 		s.mu.Unlock()
-		// A command that fails makes the wait end early.
-		if cl.WaitForEvents(evs) != cl.Success {
+		// A command that fails makes the wait end early, and commands before it may run after its own.
+		st := cl.WaitForEvents(evs)
+		if st != cl.Success {
 			for i := range evs {
 				cl.WaitForEvents(evs[i : i+1])
 			}
@@ -149,7 +150,7 @@ func (t *deviceTurns) untilOver() {
 		s.mu.Lock()
 		t.todo = nil
 		for _, l := range todo {
-			if l.q.inOrder() {
+			if l.q.inOrder() && st == cl.Success {
 				l.q.idle = max(l.q.idle, l.seq)
 			}
 			cl.ReleaseEvent(l.ev)

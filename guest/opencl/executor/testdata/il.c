@@ -1,6 +1,6 @@
 /*
  * il: PoCL with an intermediate language, which no runtime of the project's machines has. Its text is OpenCL C; a constant's
- * value is a macro of its builds.
+ * value is a macro of its builds. With REFUSE_WAITS in the environment, it waits for nothing and says so.
  */
 #define CL_TARGET_OPENCL_VERSION 300
 #define CL_USE_DEPRECATED_OPENCL_1_2_APIS
@@ -9,6 +9,7 @@
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
@@ -105,6 +106,16 @@ static cl_int CL_API_CALL compile(cl_program p, cl_uint n, const cl_device_id *d
 	return vendor.clCompileProgram(p, n, ds, with_constants(p, options, all, sizeof all), nh, hs, names, f, u);
 }
 
+static cl_int CL_API_CALL finish(cl_command_queue q)
+{
+	return getenv("REFUSE_WAITS") ? CL_OUT_OF_RESOURCES : vendor.clFinish(q);
+}
+
+static cl_int CL_API_CALL wait_events(cl_uint n, const cl_event *e)
+{
+	return getenv("REFUSE_WAITS") ? CL_OUT_OF_RESOURCES : vendor.clWaitForEvents(n, e);
+}
+
 static void *(*pocl(void))(const char *)
 {
 	void *lib = dlopen("libpocl.so.2", RTLD_NOW | RTLD_LOCAL);
@@ -128,6 +139,8 @@ static cl_int CL_API_CALL platform_ids(cl_uint n, cl_platform_id *p, cl_uint *co
 	table->clCreateProgramWithIL = with_il;
 	table->clSetProgramSpecializationConstant = constant;
 	table->clBuildProgram = build;
+	table->clFinish = finish;
+	table->clWaitForEvents = wait_events;
 	table->clCompileProgram = compile;
 	return err;
 }
