@@ -145,7 +145,7 @@ func onHost(ctx context.Context, t *testing.T, h *lab.Host, pkg string) {
 	}
 	must(t, h.Put(ctx, program, "/root/rdma.test"))
 	out, err := h.Run(ctx, "cd /root && GPUCTL_TEST_RDMA="+h.Address+" ./rdma.test -test.v -test.timeout 3m")
-	if err != nil || !strings.Contains(out, "--- PASS") || strings.Contains(out, "--- SKIP") {
+	if err != nil || !strings.Contains(out, "--- PASS") || strings.Contains(out, "names no address") { // for want of which tests skip
 		t.Errorf("%s: %v\n%s", pkg, err, out)
 	}
 }
