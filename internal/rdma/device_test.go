@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // standIn is set where the libraries are testdata/device.c. Variables of the environment say what
@@ -81,14 +83,14 @@ func descriptors(t *testing.T) int {
 // gone waits until there are as few descriptors as there were.
 func gone(t *testing.T, before int) {
 	t.Helper()
-	for end := time.Now().Add(endFor / 2); ; time.Sleep(10 * time.Millisecond) {
+	ctx, cancel := context.WithTimeout(t.Context(), endFor/2)
+	defer cancel()
+	err := testkit.Poll(ctx, "the end of what connections have", func() error {
 		n := descriptors(t)
-		if n <= before {
-			return
-		}
-		if time.Now().After(end) {
-			t.Fatalf("%d descriptors are left over", n-before)
-		}
+		return testkit.Want(n <= before, n-before, "descriptors are left over")
+	})
+	if err != nil {
+		t.Fatal(err)
 	}
 }
 

@@ -4,7 +4,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"os"
-	"path/filepath"
 	"testing"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
@@ -21,6 +20,17 @@ func refusing(t *testing.T, do func()) {
 	}
 }
 
+// spinning returns a session of such a runtime whose kernel uses b until end is called.
+func spinning(t *testing.T) (c *client, s *session, q, b uint32, end func()) {
+	t.Helper()
+	c = newClient(t)
+	s = c.executorOf(1, withIL(t))
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	b = c.buffer(ctx, 4096)
+	return c, s, q, b, c.spin(s, ctx, q, b, 0)
+}
+
 // A queue whose runtime refuses to wait for it is not taken for idle while its commands run: a freeze
 // would not wait for them.
 func TestAQueueIsNotIdleAfterAWaitThatFailed(t *testing.T) {
@@ -31,12 +41,7 @@ func TestAQueueIsNotIdleAfterAWaitThatFailed(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			c := newClient(t)
-			s := c.executorOf(1, withIL(t))
-			s.activate()
-			ctx, q, _ := c.setup(0)
-			b := c.buffer(ctx, 4096)
-			end := c.spin(s, ctx, q, b, 0)
+			c, s, q, b, end := spinning(t)
 			defer end()
 			refusing(t, func() {
 				if st, _ := c.answer(c.start(op(q, b))); st != cl.OutOfResources {
@@ -62,22 +67,9 @@ func TestAQueueIsNotIdleAfterAWaitThatFailed(t *testing.T) {
 // If the runtime refuses to wait for the commands before an export, what it read may be from before them,
 // and the next one sends it again.
 func TestWhatWasReadBeforeACommandEndedIsSentAgain(t *testing.T) {
-	c := newClient(t)
-	s := c.executorOf(1, withIL(t))
-	s.activate()
-	ctx, q, _ := c.setup(0)
-	b := c.buffer(ctx, 4096)
-	end := c.spin(s, ctx, q, b, 0)
+	c, s, q, _, end := spinning(t)
 	defer end()
-	f, err := os.Create(filepath.Join(t.TempDir(), "state"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer f.Close()
-	w := newStateFile(s, f, false)
-	if err := w.reserve(); err != nil {
-		t.Fatal(err)
-	}
+	w, f := emptyState(t, s)
 	refusing(t, func() {
 		if err := s.export(t.Context(), "state", true, false, w, noProgress); err != nil {
 			t.Fatal(err)

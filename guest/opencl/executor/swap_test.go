@@ -364,6 +364,21 @@ func TestStateOfAnExportThatIsGivenUpIsDiscarded(t *testing.T) {
 	}
 }
 
+// emptyState returns a file into which the session's contents are exported, and its sink.
+func emptyState(t *testing.T, s *session) (*stateFile, *os.File) {
+	t.Helper()
+	f, err := os.Create(filepath.Join(t.TempDir(), "state"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = f.Close() })
+	w := newStateFile(s, f, false)
+	if err := w.reserve(); err != nil {
+		t.Fatal(err)
+	}
+	return w, f
+}
+
 // A disk that has no room after all, or somebody who cuts the file, is an error at most, and
 // not the end of the executor.
 func TestStateFileThatIsCutDoesNotEndTheExecutor(t *testing.T) {
@@ -374,15 +389,7 @@ func TestStateFileThatIsCutDoesNotEndTheExecutor(t *testing.T) {
 	b := c.buffer(ctx, 1<<20)
 	c.fill(q, b, 1<<20, 3)
 	c.call(&wire.Finish{Queue: q})
-	f, err := os.Create(filepath.Join(t.TempDir(), "state"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer f.Close()
-	w := newStateFile(s, f, false)
-	if err := w.reserve(); err != nil {
-		t.Fatal(err)
-	}
+	w, f := emptyState(t, s)
 	if err := f.Truncate(0); err != nil {
 		t.Fatal(err)
 	}
