@@ -170,8 +170,8 @@ func (h *Host) inHere(to string) string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	names := splitIDs(to)
-	for i, name := range names {
-		address := ""
+	for i := range names {
+		name, address := h.nameOf(names[i]), ""
 		if a, err := pci.ParseAddress(name); err == nil {
 			address = a.String()
 		}

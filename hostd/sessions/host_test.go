@@ -418,3 +418,21 @@ func TestLateWordOfStreamRevivesNothing(t *testing.T) {
 		heard = slices.ContainsFunc(w.Take(), func(s *gpuctlv1.Session) bool { return s.GetId() == id })
 	}
 }
+
+// A GPU of this host has two names. Both say where a session goes.
+func TestSessionGoesToOwnGPUByFullName(t *testing.T) {
+	for what, to := range map[string]string{"name": "mid", "name in the cluster": "here/mid", "two of them": "here/duo-1,here/duo-0"} {
+		t.Run(what, func(t *testing.T) {
+			f := newFixture(t, filepath.Join(t.TempDir(), "state.json"))
+			defer f.close()
+			gpus := strings.Split(strings.ReplaceAll(to, "here/", ""), ",")
+			id, err := f.guest.Begin(f.claim(&gpuctlv1.CreateClaimRequest{Count: uint32(len(gpus)), Remote: remoteAllowed}).GetToken(), 1, "x", 1<<20)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if r, err := f.swap(id, gpuctlv1.Verb_VERB_MIGRATE, to, ""); err != nil || r.GetError() != "" || r.GetSession().GetTarget().GetGpu() != strings.Join(gpus, ",") {
+				t.Errorf("%v %v", r, err)
+			}
+		})
+	}
+}

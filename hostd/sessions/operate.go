@@ -396,6 +396,7 @@ func (h *Host) plan(ctx context.Context, req *gpuctlv1.PlanRequest) (*gpuctlv1.P
 // reasons against the other GPUs.
 func (h *Host) destinations(ctx context.Context, s *gpuctlv1.Session, c *claim, verb place.Verb, to string) ([]placement, []*gpuctlv1.Candidate, error) {
 	const most = 64
+	to = h.inHere(to)
 	from := splitIDs(s.GetTarget().GetGpu())
 	claim := c.forCluster(nil) // the claim's expression holds for its first GPU only
 	if len(from) > 0 {
@@ -413,7 +414,7 @@ func (h *Host) destinations(ctx context.Context, s *gpuctlv1.Session, c *claim, 
 	var out []*gpuctlv1.Candidate
 	tries := h.tries(c, verb, from, to)
 	for _, where := range tries {
-		d, err := h.Cluster.Place(ctx, place.Request{Claim: claim, Verb: verb, From: slices.Clone(from), To: h.inHere(to), Limit: most, Where: where})
+		d, err := h.Cluster.Place(ctx, place.Request{Claim: claim, Verb: verb, From: slices.Clone(from), To: to, Limit: most, Where: where})
 		switch {
 		case err == nil:
 			err = d.Err

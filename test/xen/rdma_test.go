@@ -107,7 +107,7 @@ func TestRDMA(t *testing.T) {
 		h.run(ctx, "pkill -KILL -x gpuguest")
 		goesOn("after the death of " + h.Name + "'s gpuguest")
 	}
-	swap("far") // its own host's
+	swap(a.Name + "/far") // home
 	goesOn("at home again")
 	swap(b.Name + "/far")
 	over("on the other host's GPU again")
