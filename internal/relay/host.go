@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/http"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/gpuctl/gpuctl/internal/wait"
@@ -236,4 +237,12 @@ func (p *proving) Read(b []byte) (int, error) {
 		p.proven()
 	}
 	return n, err
+}
+
+// SyscallConn makes it a syscall.Conn, as what it wraps may be one.
+func (p *proving) SyscallConn() (syscall.RawConn, error) {
+	if s, ok := p.Conn.(syscall.Conn); ok {
+		return s.SyscallConn()
+	}
+	return nil, errors.ErrUnsupported
 }

@@ -11,7 +11,10 @@ import (
 	"net"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/gpuctl/gpuctl/internal/excerpt"
 )
@@ -31,6 +34,7 @@ const (
 	headFor     = 10 * time.Second
 	waitFor     = 15 * time.Second // for the host to make a connection
 	copyAtOnce  = 64 << 10
+	lookEvery   = 10 * time.Second // whether an end has hung up
 	mostWaiting = 64
 	mostJoined  = 512 // connections of one VM
 )
@@ -180,8 +184,12 @@ func reasonOf(err error) string {
 }
 
 // join copies between two connections in both directions until one of them ends, and closes
-// both. What was sent before the end arrives.
-func join(a, b io.ReadWriteCloser) {
+// both. What was sent before the end arrives, if the other end takes it within twice lookEvery.
+func join(a, b io.ReadWriteCloser) { joinLooking(a, b, lookEvery) }
+
+// joinLooking looks now and then whether an end has hung up: who is waiting for the other end to
+// take something does not read, and does not see that.
+func joinLooking(a, b io.ReadWriteCloser, every time.Duration) {
 	ended := make(chan struct{}, 2)
 	one := func(to io.Writer, from io.Reader) {
 		_, _ = io.CopyBuffer(struct{ io.Writer }{to}, struct{ io.Reader }{from}, make([]byte, copyAtOnce))
@@ -189,10 +197,44 @@ func join(a, b io.ReadWriteCloser) {
 	}
 	go one(a, b)
 	go one(b, a)
-	<-ended
+	look := time.NewTicker(every)
+	defer look.Stop()
+	over := false
+	for gone := 0; !over && gone < 2; {
+		select {
+		case <-ended:
+			over = true
+		case <-look.C:
+			if gone++; !hungUp(a) && !hungUp(b) {
+				gone = 0
+			}
+		}
+	}
 	_ = a.Close()
 	_ = b.Close()
 	<-ended
+	if !over {
+		<-ended
+	}
+}
+
+// hungUp reports whether the other end of a socket sends no more. What was sent before may not
+// have been read.
+func hungUp(conn io.ReadWriteCloser) (gone bool) {
+	s, ok := conn.(syscall.Conn)
+	if !ok {
+		return false
+	}
+	raw, err := s.SyscallConn()
+	if err != nil {
+		return false
+	}
+	_ = raw.Control(func(fd uintptr) {
+		p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLRDHUP}}
+		n, err := unix.Poll(p, 0)
+		gone = err == nil && n > 0
+	})
+	return gone
 }
 
 // leading is a connection of which the first bytes were read already.

@@ -387,3 +387,53 @@ func FuzzHead(f *testing.F) {
 		}
 	})
 }
+
+// An end that takes nothing keeps nothing once the other end has gone, and what an end sent
+// before it went arrives at one that takes it.
+func TestJoinSeesTheEndOfWhoIsNotRead(t *testing.T) {
+	for what, every := range map[string]time.Duration{"takes nothing": 50 * time.Millisecond, "takes all": lookEvery} {
+		t.Run(what, func(t *testing.T) {
+			program, near := sockets(t)
+			far, there := net.Pipe() // takes no more than is read
+			defer there.Close()
+			over := make(chan struct{})
+			go func() {
+				defer close(over)
+				joinLooking(&proving{Conn: near, proven: func() {}}, far, every)
+			}()
+			const sent = 100 << 10
+			if _, err := program.Write(make([]byte, sent)); err != nil {
+				t.Fatal(err)
+			}
+			program.Close()
+			if every == lookEvery {
+				if b, err := io.ReadAll(there); err != nil || len(b) != sent {
+					t.Errorf("%d bytes have arrived: %v", len(b), err)
+				}
+			}
+			select {
+			case <-over:
+			case <-time.After(20 * time.Second):
+				t.Fatal("it goes on")
+			}
+		})
+	}
+}
+
+// sockets returns the ends of a connection.
+func sockets(t *testing.T) (a, b net.Conn) {
+	t.Helper()
+	l, err := net.Listen("unix", filepath.Join(t.TempDir(), "s"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	if a, err = net.Dial("unix", l.Addr().String()); err == nil {
+		b, err = l.Accept()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { a.Close() })
+	return a, b
+}
