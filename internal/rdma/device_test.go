@@ -4,10 +4,13 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"net"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strconv"
+	"strings"
 	"sync"
 	"syscall"
 	"testing"
@@ -191,5 +194,61 @@ func TestWhoAcknowledgesNothingKeepsNothing(t *testing.T) {
 			close(silent)
 			gone(t, before)
 		})
+	}
+}
+
+// Who begins connections and finishes none keeps out nobody else, and holds up no end.
+func TestUnfinishedConnectionsKeepNobodyOut(t *testing.T) {
+	l, ip := failing(t, "RDMA_MUTE")
+	s, err := l.Listen(t.Context(), net.JoinHostPort(ip, "0"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	at := s.Addr().String()
+	var silent sync.WaitGroup
+	for range mostWaiting + 2*mostUnfinished { // some of which are refused
+		silent.Go(func() {
+			if c, err := l.Dial(t.Context(), at); err == nil {
+				_ = c.Close()
+			}
+		})
+	}
+	testkit.Until(t, "all places are taken", func() error {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return testkit.Want(len(s.unfinished) == mostUnfinished, len(s.unfinished), mostUnfinished)
+	})
+	soon, cancel := context.WithTimeout(t.Context(), stepFor/2)
+	defer cancel()
+	c, err := l.Dial(soon, strings.Replace(at, ip, "192.0.2.2", 1)) // from there, too
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = c.Close()
+	began := time.Now()
+	if err := s.Close(); err != nil || time.Since(began) > stepFor/2 {
+		t.Errorf("its end took %v: %v", time.Since(began), err)
+	}
+	silent.Wait()
+}
+
+func TestCrowded(t *testing.T) {
+	all := func(hosts ...byte) (out []*request) {
+		for _, h := range hosts {
+			out = append(out, &request{from: netip.AddrFrom4([4]byte{192, 0, 2, h})})
+		}
+		return out
+	}
+	for what, c := range map[string]struct {
+		all  []*request
+		want int
+	}{
+		"one":                      {all(1), 0},
+		"the oldest of all":        {all(2, 1, 3), 0},
+		"the oldest of who crowds": {all(1, 2, 3, 2), 1},
+	} {
+		if got := crowded(c.all); got != c.want {
+			t.Errorf("%s: %d, want %d", what, got, c.want)
+		}
 	}
 }

@@ -130,15 +130,18 @@ static int equip(rxConn *c) {
 	return begin(c);
 }
 
-// event waits for an event of the connection manager: 0 if it is the one that is expected.
-static int event(rxConn *c, enum rdma_cm_event_type want, int ms) {
-	struct pollfd p = {.fd = c->channel->fd, .events = POLLIN};
+// event waits for an event of the connection manager: 0 if it is the one that is expected. It gives
+// up when stop is readable, if that is no negative number.
+static int event(rxConn *c, enum rdma_cm_event_type want, int ms, int stop) {
+	struct pollfd p[2] = {{.fd = c->channel->fd, .events = POLLIN}, {.fd = stop, .events = POLLIN}};
 	struct timespec limit = {.tv_sec = ms / 1000, .tv_nsec = ms % 1000 * 1000000L};
 	sigset_t all; // as Go has handlers: a signal would end the wait
 	sigfillset(&all);
-	int n = ppoll(&p, 1, &limit, &all);
+	int n = ppoll(p, 2, &limit, &all);
 	if (n <= 0)
 		return n ? -errno : -ETIMEDOUT;
+	if (p[1].revents)
+		return -ECANCELED;
 	struct rdma_cm_event *e;
 	if (lib.rdma_get_cm_event(c->channel, &e))
 		return -errno;
@@ -163,17 +166,17 @@ int rxDial(const void *addr, int ms, rxConn **out) {
 	    lib.rdma_resolve_addr(c->id, NULL, (struct sockaddr *)addr, ms))
 		err = -errno;
 	if (!err)
-		err = event(c, RDMA_CM_EVENT_ADDR_RESOLVED, ms);
+		err = event(c, RDMA_CM_EVENT_ADDR_RESOLVED, ms, -1);
 	if (!err && lib.rdma_resolve_route(c->id, ms))
 		err = -errno;
 	if (!err)
-		err = event(c, RDMA_CM_EVENT_ROUTE_RESOLVED, ms);
+		err = event(c, RDMA_CM_EVENT_ROUTE_RESOLVED, ms, -1);
 	if (!err)
 		err = equip(c);
 	if (!err && lib.rdma_connect(c->id, &p))
 		err = -errno;
 	if (!err)
-		err = event(c, RDMA_CM_EVENT_ESTABLISHED, ms);
+		err = event(c, RDMA_CM_EVENT_ESTABLISHED, ms, -1);
 	if (!err)
 		err = unblock(c->channel->fd);
 	if (err)
@@ -233,13 +236,13 @@ int rxTake(rxListener *l, rxConn **out) {
 	return 0;
 }
 
-int rxFinish(rxConn *c, int ms) {
+int rxFinish(rxConn *c, int ms, int stop) {
 	struct rdma_conn_param p = params();
 	int err = equip(c);
 	if (!err && lib.rdma_accept(c->id, &p))
 		err = -errno;
 	if (!err)
-		err = event(c, RDMA_CM_EVENT_ESTABLISHED, ms);
+		err = event(c, RDMA_CM_EVENT_ESTABLISHED, ms, stop);
 	return err ? err : unblock(c->channel->fd);
 }
 

@@ -22,7 +22,8 @@ int rxListen(const void *addr, int backlog, rxListener **out);
 int rxListenerFd(rxListener *l);
 // rxTake returns a connection that is to be finished, or -EAGAIN.
 int rxTake(rxListener *l, rxConn **out);
-int rxFinish(rxConn *c, int ms);
+// rxFinish gives up after some milliseconds, and when the descriptor stop is readable.
+int rxFinish(rxConn *c, int ms, int stop);
 void rxUnlisten(rxListener *l);
 
 // rxFd is readable when rxTurn has something to do.

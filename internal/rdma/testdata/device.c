@@ -179,7 +179,7 @@ int rdma_resolve_addr(struct rdma_cm_id *id, struct sockaddr *from, struct socka
 	struct id *i = (struct id *)id;
 	(void)from, (void)ms;
 	memcpy(far(i), to, to->sa_family == AF_INET6 ? sizeof(struct sockaddr_in6) : sizeof(struct sockaddr_in));
-	*(struct sockaddr_in *)own(i) = (struct sockaddr_in){.sin_family = AF_INET, .sin_addr.s_addr = htonl(0xc0000201u)};
+	*(struct sockaddr_in *)own(i) = (struct sockaddr_in){.sin_family = AF_INET, .sin_addr = ((struct sockaddr_in *)far(i))->sin_addr};
 	id->verbs = &context;
 	tell(i, i, RDMA_CM_EVENT_ADDR_RESOLVED);
 	return 0;
@@ -230,6 +230,8 @@ int rdma_accept(struct rdma_cm_id *id, struct rdma_conn_param *p) {
 	if (is("RDMA_SLOW"))
 		for (struct timespec left = {.tv_nsec = 100000000}; nanosleep(&left, &left);)
 			;
+	if (is("RDMA_MUTE") && ((struct sockaddr_in *)far(i))->sin_addr.s_addr == htonl(0xc0000201u)) // 192.0.2.1 says no more
+		return 0;
 	pthread_mutex_lock(&mu);
 	if (i->peer) {
 		struct qp *a = (struct qp *)i->pub.qp, *b = (struct qp *)i->peer->pub.qp;
