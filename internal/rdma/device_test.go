@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -220,7 +221,7 @@ func TestUnfinishedConnectionsKeepNobodyOut(t *testing.T) {
 	})
 	soon, cancel := context.WithTimeout(t.Context(), stepFor/2)
 	defer cancel()
-	c, err := l.Dial(soon, strings.Replace(at, ip, "192.0.2.2", 1)) // from there, too
+	c, err := l.Dial(soon, fromAnother(at))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -230,6 +231,50 @@ func TestUnfinishedConnectionsKeepNobodyOut(t *testing.T) {
 		t.Errorf("its end took %v: %v", time.Since(began), err)
 	}
 	silent.Wait()
+}
+
+// fromAnother returns the address of a listener at which it takes who connects for 192.0.2.2, and not
+// for 192.0.2.1.
+func fromAnother(at string) string { return strings.Replace(at, "192.0.2.1", "192.0.2.2", 1) }
+
+// One connection that can't be taken is refused, and keeps out no other.
+func TestListenerGoesOnAfterConnectionThatIsNotTaken(t *testing.T) {
+	l, ip := failing(t, "RDMA_NO_ROOM")
+	at := listen(t, l, ip, func(c *Conn) { _, _ = io.Copy(c, c) })
+	for range 5 {
+		if c, err := l.Dial(t.Context(), at); !errors.Is(err, syscall.ECONNREFUSED) {
+			t.Errorf("%v %v, want refused", c, err)
+		}
+		c, err := l.Dial(t.Context(), fromAnother(at))
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = c.Close()
+	}
+}
+
+// A listener whose device has gone takes no processor's time.
+func TestListenerRestsWhenItsDeviceIsLost(t *testing.T) {
+	l, ip := failing(t, "RDMA_LOST")
+	s, err := l.Listen(t.Context(), net.JoinHostPort(ip, "0"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	used := func() time.Duration {
+		var u unix.Rusage
+		if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
+			t.Fatal(err)
+		}
+		return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+	}
+	before := used()
+	time.Sleep(500 * time.Millisecond) // in which one that asks without end would take as much
+	if n := used() - before; n > 200*time.Millisecond {
+		t.Errorf("it takes %v in half a second", n)
+	}
+	if err := s.Close(); err != nil {
+		t.Error(err)
+	}
 }
 
 func TestCrowded(t *testing.T) {

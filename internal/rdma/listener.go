@@ -94,8 +94,13 @@ func (s *Listener) take() {
 			if errors.Is(err, syscall.EAGAIN) {
 				return false
 			}
-			if err != nil {
-				continue // of that connection
+			if err != nil { // it may pass, and is not to be asked without end
+				select {
+				case <-time.After(patience):
+					continue
+				case <-s.over:
+					return true
+				}
 			}
 			s.admit(c)
 		}

@@ -214,26 +214,24 @@ void rxUnlisten(rxListener *l) {
 }
 
 int rxTake(rxListener *l, rxConn **out) {
-	struct rdma_cm_id *id = NULL;
-	while (!id) { // the descriptor does not tell anew of what follows another event
+	for (;;) { // the descriptor does not tell anew of what follows another event
 		struct rdma_cm_event *e;
 		if (lib.rdma_get_cm_event(l->channel, &e))
 			return -errno;
-		if (e->event == RDMA_CM_EVENT_CONNECT_REQUEST)
-			id = e->id;
+		struct rdma_cm_id *id = e->event == RDMA_CM_EVENT_CONNECT_REQUEST ? e->id : NULL;
 		lib.rdma_ack_cm_event(e);
-	}
-	rxConn *c = calloc(1, sizeof(*c));
-	if (!c || !(c->channel = lib.rdma_create_event_channel()) || lib.rdma_migrate_id(id, c->channel)) {
-		int err = c ? -errno : -ENOMEM;
+		if (!id)
+			continue;
+		rxConn *c = calloc(1, sizeof(*c));
+		if (c && (c->channel = lib.rdma_create_event_channel()) && !lib.rdma_migrate_id(id, c->channel)) {
+			c->id = id;
+			*out = c;
+			return 0;
+		}
 		lib.rdma_destroy_id(id);
 		if (c)
 			rxFree(c);
-		return err;
 	}
-	c->id = id;
-	*out = c;
-	return 0;
 }
 
 int rxFinish(rxConn *c, int ms, int stop) {

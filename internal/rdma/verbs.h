@@ -20,7 +20,7 @@ int rxDial(const void *addr, int ms, rxConn **out);
 int rxListen(const void *addr, int backlog, rxListener **out);
 // rxListenerFd is readable when there may be a connection.
 int rxListenerFd(rxListener *l);
-// rxTake returns a connection that is to be finished, or -EAGAIN.
+// rxTake returns a connection that is to be finished, or -EAGAIN, or what is wrong with the listener.
 int rxTake(rxListener *l, rxConn **out);
 // rxFinish gives up after some milliseconds, and when the descriptor stop is readable.
 int rxFinish(rxConn *c, int ms, int stop);

@@ -48,6 +48,8 @@ static int is(const char *what) { return getenv(what) != NULL; }
 static int fail(int err) { return errno = err, -1; }
 static struct sockaddr_in6 *own(struct id *i) { return (struct sockaddr_in6 *)&i->pub.route.addr.src_addr; }
 static struct sockaddr_in6 *far(struct id *i) { return (struct sockaddr_in6 *)&i->pub.route.addr.dst_addr; }
+// Whether the other end is 192.0.2.1.
+static int first(struct id *i) { return ((struct sockaddr_in *)far(i))->sin_addr.s_addr == htonl(0xc0000201u); }
 
 static void tell(struct id *i, struct id *to, enum rdma_cm_event_type what) {
 	struct rdma_cm_event *e = calloc(1, sizeof(*e));
@@ -150,7 +152,11 @@ void rdma_destroy_event_channel(struct rdma_event_channel *ch) {
 	free(ch);
 }
 
-int rdma_get_cm_event(struct rdma_event_channel *ch, struct rdma_cm_event **e) { return read(ch->fd, e, sizeof(*e)) == sizeof(*e) ? 0 : -1; }
+int rdma_get_cm_event(struct rdma_event_channel *ch, struct rdma_cm_event **e) {
+	if (is("RDMA_LOST")) // the device
+		return fail(EIO);
+	return read(ch->fd, e, sizeof(*e)) == sizeof(*e) ? 0 : -1;
+}
 int rdma_ack_cm_event(struct rdma_cm_event *e) { return free(e), 0; }
 
 int rdma_create_id(struct rdma_event_channel *ch, struct rdma_cm_id **out, void *ctx, enum rdma_port_space ps) {
@@ -173,7 +179,11 @@ int rdma_destroy_id(struct rdma_cm_id *id) {
 	return 0;
 }
 
-int rdma_migrate_id(struct rdma_cm_id *id, struct rdma_event_channel *ch) { return id->channel = ch, 0; }
+int rdma_migrate_id(struct rdma_cm_id *id, struct rdma_event_channel *ch) {
+	if (is("RDMA_NO_ROOM") && first((struct id *)id))
+		return fail(ENOMEM);
+	return id->channel = ch, 0;
+}
 
 int rdma_resolve_addr(struct rdma_cm_id *id, struct sockaddr *from, struct sockaddr *to, int ms) {
 	struct id *i = (struct id *)id;
@@ -230,7 +240,7 @@ int rdma_accept(struct rdma_cm_id *id, struct rdma_conn_param *p) {
 	if (is("RDMA_SLOW"))
 		for (struct timespec left = {.tv_nsec = 100000000}; nanosleep(&left, &left);)
 			;
-	if (is("RDMA_MUTE") && ((struct sockaddr_in *)far(i))->sin_addr.s_addr == htonl(0xc0000201u)) // 192.0.2.1 says no more
+	if (is("RDMA_MUTE") && first(i)) // who connects says no more
 		return 0;
 	pthread_mutex_lock(&mu);
 	if (i->peer) {
