@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net"
 	"net/netip"
+	"os"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -123,6 +124,31 @@ func TestNearGivesStrangersNoPlace(t *testing.T) {
 		t.Fatal(err)
 	}
 	conn.Close()
+}
+
+// One session's executor keeps no place of the others'.
+func TestNearGivesAUserFewConnections(t *testing.T) {
+	n, self := &Near{}, uint32(os.Geteuid())
+	user := self + 1
+	for i := range mostJoined {
+		if err := n.enter(user); (err == nil) != (i < mostOfUser) {
+			t.Fatalf("connection %d: %v", i, err)
+		}
+	}
+	for range mostOfUser {
+		n.leave(user)
+	}
+	if len(n.of) != 0 || n.open != 0 {
+		t.Errorf("%v, %d of all", n.of, n.open)
+	}
+	for i := range mostJoined + 1 {
+		if err := n.enter(self); (err == nil) != (i < mostJoined) {
+			t.Fatalf("connection %d of this process's user: %v", i, err)
+		}
+	}
+	if err := n.enter(user); !errors.Is(err, errFull) {
+		t.Error(err)
+	}
 }
 
 // incoming is a way by which connections come, from addresses that the test chooses.
