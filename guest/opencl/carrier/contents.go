@@ -378,13 +378,14 @@ func (c *carrier) exportHome(ctx context.Context, peer string, req *gpuctlv1.Exp
 		end := c.beginCopy()
 		defer func() { err = cmp.Or(err, end()) }()
 	}
-	target, err := net.DialTimeout("unix", peer, remote.GreetTimeout)
+	target, err := (&net.Dialer{Timeout: remote.GreetTimeout}).DialContext(ctx, "unix", peer)
 	if err != nil {
 		return connect.NewError(connect.CodeInternal, fmt.Errorf("reach the target executor: %w", err))
 	}
 	defer target.Close()
+	defer context.AfterFunc(ctx, func() { target.Close() })()
 	var hello [greetingSize]byte
-	_ = target.SetReadDeadline(time.Now().Add(remote.GreetTimeout))
+	_ = target.SetReadDeadline(time.Now().Add(remote.TargetTimeout)) // it may be another carrier
 	if _, err := io.ReadFull(target, hello[:]); err != nil || binary.LittleEndian.Uint32(hello[:]) != greeting {
 		return connect.NewError(connect.CodeInternal, fmt.Errorf("target executor at %s does not greet: %w", peer, errors.Join(err, errState)))
 	}

@@ -162,7 +162,7 @@ func (c *controller) Export(ctx context.Context, r *connect.Request[gpuctlv1.Exp
 		err = s.far.exportHome(ctx, s, m, report)
 	case m.Peer != "":
 		var p *peerSink
-		if p, err = s.dialPeer(m.Peer); err == nil {
+		if p, err = s.dialPeer(ctx, m.Peer); err == nil {
 			err = s.export(ctx, m.Peer, m.All, m.Final, p, report)
 		}
 	case m.Memory:

@@ -290,12 +290,16 @@ const (
 )
 
 // dialPeer connects to the target of a swap within this host.
-func (s *session) dialPeer(path string) (*peerSink, error) {
-	conn, err := net.DialTimeout("unix", path, 10*time.Second)
+func (s *session) dialPeer(ctx context.Context, path string) (*peerSink, error) {
+	conn, err := (&net.Dialer{Timeout: remote.GreetTimeout}).DialContext(ctx, "unix", path)
 	if err != nil {
 		return nil, fmt.Errorf("reach the target executor: %w", err)
 	}
-	p, err := s.greeted(conn)
+	stop := context.AfterFunc(ctx, func() { conn.Close() })
+	p, err := s.greeted(conn, remote.TargetTimeout)
+	if !stop() && err == nil {
+		err = ctx.Err()
+	}
 	if err != nil {
 		conn.Close()
 		return nil, fmt.Errorf("target executor at %s: %w", path, err)
@@ -305,9 +309,9 @@ func (s *session) dialPeer(path string) (*peerSink, error) {
 }
 
 // greeted reads how the target begins.
-func (s *session) greeted(conn net.Conn) (*peerSink, error) {
+func (s *session) greeted(conn net.Conn, within time.Duration) (*peerSink, error) {
 	var hello [8]byte
-	_ = conn.SetReadDeadline(time.Now().Add(remote.GreetTimeout))
+	_ = conn.SetReadDeadline(time.Now().Add(within))
 	if _, err := io.ReadFull(conn, hello[:]); err != nil || binary.LittleEndian.Uint32(hello[:]) != importMagic {
 		return nil, fmt.Errorf("it does not greet: %w", errors.Join(err, errHostile))
 	}

@@ -442,7 +442,7 @@ func (f *farEnd) exportHome(ctx context.Context, s *session, m *gpuctlv1.ExportR
 }
 
 func (s *session) greetHome(conn net.Conn) (*peerSink, error) {
-	p, err := s.greeted(conn)
+	p, err := s.greeted(conn, remote.GreetTimeout)
 	if err != nil {
 		return nil, fmt.Errorf("the carrier: %w", err)
 	}

@@ -42,7 +42,7 @@ func (x *fetches) export(ctx context.Context, s *session, name string, all, fina
 }
 
 func (s *session) greetStraight(conn net.Conn) (*peerSink, error) {
-	p, err := s.greeted(conn)
+	p, err := s.greeted(conn, remote.GreetTimeout)
 	if err != nil {
 		return nil, fmt.Errorf("the other far executor: %w", err)
 	}

@@ -15,6 +15,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 	"github.com/gpuctl/gpuctl/internal/testkit"
@@ -63,7 +64,7 @@ func move(ctx context.Context, from, to *session, sock string, final bool) error
 	if err != nil {
 		return err
 	}
-	p, err := from.dialPeer(sock)
+	p, err := from.dialPeer(ctx, sock)
 	if err != nil {
 		return err
 	}
@@ -685,5 +686,34 @@ func TestConstIsNotBelievedByALogThatMayBeSilent(t *testing.T) {
 				t.Errorf("%s, released %v: %d buffers count as written", name, released, n)
 			}
 		}
+	}
+}
+
+// A target that does not begin to take contents keeps nobody when the swap is given up.
+func TestSilentTargetIsLeftWhenTheSwapIsGivenUp(t *testing.T) {
+	l, err := net.Listen("unix", filepath.Join(t.TempDir(), "s"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	ctx, cancel := context.WithCancel(t.Context())
+	over := make(chan error)
+	go func() {
+		_, err := (&session{}).dialPeer(ctx, l.Addr().String())
+		over <- err
+	}()
+	conn, err := l.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	cancel()
+	select {
+	case err := <-over:
+		if err == nil {
+			t.Error("there are contents for a target that does not take them")
+		}
+	case <-time.After(remote.GreetTimeout / 2):
+		t.Error("it is waited for")
 	}
 }

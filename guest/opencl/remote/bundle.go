@@ -94,7 +94,7 @@ type gathering struct {
 }
 
 // Add takes a connection of role Part, which was greeted. It returns the bundle and its role if
-// this was the last part, and nil otherwise. What is not complete within GreetTimeout is
+// this was the last part, and nil otherwise. What is not complete within bundleTimeout is
 // closed, and so is the connection if Add returns an error.
 func (g *Gatherer) Add(conn net.Conn) (net.Conn, Role, error) {
 	whole, role, err := g.add(conn)
@@ -127,7 +127,7 @@ func (g *Gatherer) add(conn net.Conn) (net.Conn, Role, error) {
 		}
 		x = &gathering{role: p.role, conns: make([]net.Conn, p.of), left: int(p.of)}
 		g.all[p.bundle] = x
-		time.AfterFunc(GreetTimeout, func() { g.drop(p.bundle, x) })
+		time.AfterFunc(bundleTimeout, func() { g.drop(p.bundle, x) })
 	}
 	if x.role != p.role || len(x.conns) != int(p.of) || x.conns[p.number] != nil {
 		return nil, 0, fmt.Errorf("part %d of a bundle does not fit the others: %w", p.number, ErrPreamble)

@@ -375,6 +375,10 @@ func (d *Dialer) timeout() time.Duration {
 const (
 	dialTimeout  = 10 * time.Second // to reach an address, and the same to its answer
 	GreetTimeout = 10 * time.Second // from a connection's begin to the end of its hello
+	// TargetTimeout is for the target of a swap to begin to take contents: a carrier first makes
+	// connections, two after one another, and waits for the far executor's hello.
+	TargetTimeout = 2*(dialTimeout+GreetTimeout) + GreetTimeout
+	bundleTimeout = dialTimeout + GreetTimeout // for the other parts of a bundle, after the first
 )
 
 // Dial makes a connection. An error that is ErrRefused is final.
