@@ -402,6 +402,7 @@ func (c *carrier) freed(x span) error {
 			c.forget(k)
 		}
 	}
+	c.freeUnmapped(x)
 	size := c.partSize()
 	if own := uint64(c.dialer.Hello.Part); x.off/size == own && (x.off+x.size-1)/size == own {
 		return c.arena.PunchHole(x.off, x.size)

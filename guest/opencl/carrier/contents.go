@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"sync"
 	"time"
@@ -278,6 +279,14 @@ func (c *carrier) beginCopy() (end func() error) {
 func (c *carrier) keepUnmapped(m remote.Mapping, s *shown) {
 	if c.unmapped != nil && m.Writes && (s == nil || !s.hidden()) && len(c.unmapped) < mostShown {
 		c.unmapped[m.Block] = struct{}{}
+	}
+}
+
+// freeUnmapped lets contents go to memory that was given back: the copy that runs may use it for others.
+// One that has too many regions fails, and keeps them. The caller holds c.mu.
+func (c *carrier) freeUnmapped(x span) {
+	if len(c.unmapped) < mostShown {
+		maps.DeleteFunc(c.unmapped, func(b remote.Block, _ struct{}) bool { return x.meets(around(&b)) })
 	}
 }
 

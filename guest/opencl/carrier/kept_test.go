@@ -242,6 +242,37 @@ func TestContentsThatAreCopiedDoNotOverwriteWhatWasUnmapped(t *testing.T) {
 	}
 }
 
+// A buffer that was unmapped while contents are copied may be released before they come. Its memory
+// is free then, and the far executor may send other contents there.
+func TestContentsThatAreCopiedComeToFreedMemoryOfWhatWasUnmapped(t *testing.T) {
+	c := newCarrier(t)
+	attach(t, c)
+	h := &busyHost{farHost: newFarHost(t, c)}
+	srv := httptest.NewServer(second(gpuctlv1connect.NewExecutorServiceHandler(h)))
+	t.Cleanup(srv.Close)
+	c.far = gpuctlv1connect.NewExecutorServiceClient(srv.Client(), srv.URL)
+	h.does = func() {
+		m := remote.Mapping{Mem: 3, ID: 4, Writes: true, Block: remote.Range(4096, 64<<10)}
+		if err := c.giveCommand(remote.KindMapped, m.Append(nil), nil); err != nil {
+			t.Error(err)
+		}
+		b, u := &batch{}, &wire.Unmap{Mem: 3, Map: 4}
+		if err := errors.Join(c.take(b, shm.Record{Op: wire.OpUnmap, Slot: wire.NoSlot, Body: u.Append(nil)}), c.flush(b)); err != nil {
+			t.Error(err)
+		}
+		if err := c.giveCommand(remote.KindFreed, remote.Words(0, 128<<10), nil); err != nil {
+			t.Error(err)
+		}
+	}
+	target, _ := localTarget(t)
+	if err := c.export(testkit.Context(t), &gpuctlv1.ExportRequest{Peer: target}, noProgress{}); err != nil {
+		t.Fatal(err)
+	}
+	if here := c.arena.Bytes()[4096:4100]; string(here) != "gpu!" {
+		t.Errorf("the target finds %q, and not what the far executor has sent", here)
+	}
+}
+
 // Exports to one target use one connection with the far host, so that none is made while the
 // application stands still. A far host of an earlier version closes it each time.
 func TestExportsToOneTargetUseOneConnection(t *testing.T) {
