@@ -361,7 +361,11 @@ func (s *session) reads(p *parkedCall) remote.Block {
 		return remote.Block{}
 	}
 	if off, n, ok := remote.Staged(m); ok {
-		return remote.Range(off, n)
+		x := remote.Range(off, n)
+		if s.isToShow(&x) {
+			return remote.Block{}
+		}
+		return x
 	}
 	if u, ok := m.(*wire.Unmap); ok {
 		if o, mp := s.unmapped(p, u); mp != nil {

@@ -51,6 +51,24 @@ func (s *session) isToMap(m *mem, mp *mapping) bool {
 	})
 }
 
+// isToShow reports whether a range is in mapped regions that are still to be shown to the client, and in no
+// other: what the client has there is older than what is here, or will be.
+func (s *session) isToShow(x *remote.Block) bool {
+	found, seen := false, false
+	s.each(func(_ uint32, _ uint64, o any) {
+		m, ok := o.(*mem)
+		if !ok {
+			return
+		}
+		for _, mp := range m.maps {
+			if b := m.block(mp); b.At < x.End() && x.At < b.End() {
+				found, seen = true, seen || !mp.unseen
+			}
+		}
+	})
+	return found && !seen
+}
+
 // toBeMapped returns the mappings whose commands are parked. The session serves nobody yet.
 func (s *session) toBeMapped() map[*mapping]bool {
 	out := map[*mapping]bool{}

@@ -139,6 +139,48 @@ func TestRestoredMappingsThatAreYetToEndAreNotTold(t *testing.T) {
 	}
 }
 
+// A write from a mapped region may be parked with the map command. What the client has there is older: on a
+// device that computes in the arena it would replace the object's own content.
+func TestWritesFromRegionsThatAreToBeShownAreNotFetched(t *testing.T) {
+	f := testFarEnd(t)
+	need := []uint64{}
+	f.hears(t, func(fr link.Frame) error {
+		switch fr.Kind {
+		case remote.KindNeed:
+			x, err := remote.ParseBlock(fr.Head, farArena)
+			need = append(need, x.At)
+			return err
+		case remote.KindSync:
+			go func() { _ = f.giveCommand(remote.KindSynced, fr.Head, nil) }()
+		}
+		return nil
+	})
+	m := &mem{id: wire.FirstID, size: 1 << 20, maps: map[uint32]*mapping{}}
+	for id := range uint32(3) {
+		m.maps[id] = &mapping{ID: id, Flags: cl.MapWrite, At: uint64(id) << 16, Size: 1 << 16}
+	}
+	park := func(m wire.Request, op wire.Op) *parkedCall {
+		return &parkedCall{call: call{op, wire.NoSlot, m.Append(nil)}}
+	}
+	from := func(at uint64) *parkedCall {
+		return park(&wire.WriteBuffer{Mem: wire.FirstID + 1, Size: 4096, Mode: wire.DataStaged, StageOff: at, StageLen: 4096}, wire.OpWriteBuffer)
+	}
+	s := &session{
+		far: f, log: slog.New(slog.DiscardHandler), objs: make([]any, wire.FirstID+1), serials: make([]uint64, wire.FirstID+1),
+		parked: []*parkedCall{
+			park(&wire.MapBuffer{Mem: wire.FirstID, Map: 2, Flags: cl.MapWrite}, wire.OpMapBuffer),
+			from(1 << 16), from(2<<16 + 4096), from(farSplit),
+		},
+	}
+	s.objs[wire.FirstID] = m
+	if err := f.own(testkit.Context(t), s); err != nil {
+		t.Fatal(err)
+	}
+	if want := []uint64{1 << 16, farSplit}; !slices.Equal(need, want) {
+		t.Errorf("fetched from %#x, not %#x", need, want)
+	}
+}
+
 // pieces is a receiver that takes contents.
 type pieces struct {
 	*peerSink
