@@ -256,11 +256,11 @@ func (e *executor) snapshot(ctx context.Context) (*gpuctlv1.SnapshotResponse, er
 var errNotFrozen = errors.New("not frozen")
 
 // freeze returns the graph of the frozen session. If commands block the freeze, it returns
-// an error.
-func (e *executor) freeze(ctx context.Context, timeout time.Duration, to listener) (*gpuctlv1.SnapshotResponse, error) {
+// an error. number is which freeze it is: one that comes after its thaw is refused.
+func (e *executor) freeze(ctx context.Context, number uint64, timeout time.Duration, to listener) (*gpuctlv1.SnapshotResponse, error) {
 	l := e.long(ctx, "freeze", timeout+quickTimeout, to.waits)
 	defer l.end()
-	resp, err := e.graphs.Freeze(l.ctx, connect.NewRequest(&gpuctlv1.FreezeRequest{TimeoutMs: timeout.Milliseconds()}))
+	resp, err := e.graphs.Freeze(l.ctx, connect.NewRequest(&gpuctlv1.FreezeRequest{TimeoutMs: timeout.Milliseconds(), Freeze: number}))
 	if connect.CodeOf(err) == connect.CodeFailedPrecondition {
 		return nil, fmt.Errorf("%w: %w", errNotFrozen, e.wrap("freeze", err))
 	}

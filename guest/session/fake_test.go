@@ -497,11 +497,15 @@ func (e *fakeExecutor) Discard(context.Context, *connect.Request[gpuctlv1.Discar
 	return connect.NewResponse(&gpuctlv1.DiscardResponse{}), nil
 }
 
-func (e *fakeExecutor) Freeze(context.Context, *connect.Request[gpuctlv1.FreezeRequest]) (*connect.Response[gpuctlv1.SnapshotResponse], error) {
+func (e *fakeExecutor) Freeze(_ context.Context, req *connect.Request[gpuctlv1.FreezeRequest]) (*connect.Response[gpuctlv1.SnapshotResponse], error) {
 	e.mu.Lock()
 	if !e.active || e.gated {
 		e.mu.Unlock()
 		return nil, refusal("freeze: active %v, gated %v", e.active, e.gated)
+	}
+	if n := req.Msg.GetFreeze(); n != e.freezes+1 {
+		e.mu.Unlock()
+		return nil, refusal("freeze %d after %d others", n, e.freezes)
 	}
 	e.mu.Unlock()
 	if b := e.l.blockers; len(b) > 0 { // it gives up without being asked
@@ -534,6 +538,9 @@ func (e *fakeExecutor) Thaw(_ context.Context, req *connect.Request[gpuctlv1.Tha
 	}
 	if n := req.Msg.GetFreeze(); e.frozen && n != 0 && n != e.freezes {
 		return nil, refusal("thaw of freeze %d, this is %d", n, e.freezes)
+	}
+	if !e.frozen && req.Msg.GetFreeze() == e.freezes+1 {
+		e.freezes++ // the freeze may still come
 	}
 	e.gated, e.frozen, e.holds = false, false, false
 	e.thaws++

@@ -387,7 +387,7 @@ func (op *operation) freezeSource(ctx context.Context, timeoutMS int64) error {
 	}
 	timeout := freezePatience(timeoutMS)
 	op.frozenAt = time.Now()
-	snap, err := op.source.freeze(ctx, timeout, op)
+	snap, err := op.source.freeze(ctx, op.freeze, timeout, op)
 	if err != nil {
 		op.unfrozen = errors.Is(err, errNotFrozen)
 		return err

@@ -721,6 +721,7 @@ type FreezeRequest struct {
 	TimeoutMs     int64                  `protobuf:"varint,1,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"`
 	After         uint64                 `protobuf:"varint,2,opt,name=after,proto3" json:"after,omitempty"`     // to a far executor: question that has to come on each stream before; it answers with the next one when it is frozen
 	Streams       uint32                 `protobuf:"varint,3,opt,name=streams,proto3" json:"streams,omitempty"` // on how many streams it was asked
+	Freeze        uint64                 `protobuf:"varint,4,opt,name=freeze,proto3" json:"freeze,omitempty"`   // which freeze this is to be, counted as in Describe; another one is refused: it comes late. 0: any
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -776,9 +777,16 @@ func (x *FreezeRequest) GetStreams() uint32 {
 	return 0
 }
 
+func (x *FreezeRequest) GetFreeze() uint64 {
+	if x != nil {
+		return x.Freeze
+	}
+	return 0
+}
+
 type ThawRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Freeze        uint64                 `protobuf:"varint,1,opt,name=freeze,proto3" json:"freeze,omitempty"` // the freeze to undo, counted as in Describe; 0: any. An older one has been undone already
+	Freeze        uint64                 `protobuf:"varint,1,opt,name=freeze,proto3" json:"freeze,omitempty"` // the freeze to undo, counted as in Describe; 0: any. An older one has been undone already, and the next one is refused if it comes later
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1284,12 +1292,13 @@ const file_gpuctl_v1_executor_proto_rawDesc = "" +
 	"\x0fEndFetchRequest\"\x12\n" +
 	"\x10EndFetchResponse\"\x10\n" +
 	"\x0eDiscardRequest\"\x11\n" +
-	"\x0fDiscardResponse\"^\n" +
+	"\x0fDiscardResponse\"v\n" +
 	"\rFreezeRequest\x12\x1d\n" +
 	"\n" +
 	"timeout_ms\x18\x01 \x01(\x03R\ttimeoutMs\x12\x14\n" +
 	"\x05after\x18\x02 \x01(\x04R\x05after\x12\x18\n" +
-	"\astreams\x18\x03 \x01(\rR\astreams\"%\n" +
+	"\astreams\x18\x03 \x01(\rR\astreams\x12\x16\n" +
+	"\x06freeze\x18\x04 \x01(\x04R\x06freeze\"%\n" +
 	"\vThawRequest\x12\x16\n" +
 	"\x06freeze\x18\x01 \x01(\x04R\x06freeze\"\x0e\n" +
 	"\fThawResponse\"9\n" +

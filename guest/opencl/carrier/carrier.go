@@ -87,6 +87,7 @@ type carrier struct {
 	freezesAfter             atomic.Bool // the far executor knows FreezeRequest.after
 	mapped                   atomic.Bool // when it was frozen last, the application had something mapped
 	gate                     gate
+	unsure                   atomic.Uint64                                     // freeze that the far executor may have done, or may still get; 0: none
 	imports, exports         kept                                              // connections for contents to and from the far executor
 	broken                   [remote.Chunks + remote.ChunkStreams]atomic.Int64 // by stream: UnixNano when its connection broke; 0: it is connected
 

@@ -181,9 +181,12 @@ func (k *controller) Freeze(ctx context.Context, r *connect.Request[gpuctlv1.Fre
 	gated := time.Now()
 	// A reader that can't send, as the connection is broken, does not keep the caller.
 	c.gate.close(c.ring.WakeReader, func() bool { return c.over() || ctx.Err() != nil })
-	resp, last, err := c.freezeFar(ctx, r.Msg.TimeoutMs)
-	if connect.CodeOf(err) == connect.CodeFailedPrecondition {
+	resp, last, err := c.freezeFar(ctx, r.Msg)
+	switch {
+	case connect.CodeOf(err) == connect.CodeFailedPrecondition:
 		c.gate.open()
+	case err != nil: // it may be frozen, or the request still be under way
+		c.unsure.Store(r.Msg.Freeze)
 	}
 	if err != nil {
 		return nil, err
@@ -217,7 +220,7 @@ func (k *controller) Freeze(ctx context.Context, r *connect.Request[gpuctlv1.Fre
 // answer follows all that the far executor had said before. A network's delay is part of the
 // downtime, so the far executor waits for the first question itself, and answers the second one
 // unasked.
-func (c *carrier) freezeFar(ctx context.Context, timeoutMS int64) (*connect.Response[gpuctlv1.SnapshotResponse], question, error) {
+func (c *carrier) freezeFar(ctx context.Context, m *gpuctlv1.FreezeRequest) (*connect.Response[gpuctlv1.SnapshotResponse], question, error) {
 	q, err := c.ask(ctx)
 	orders := c.freezesAfter.Load()
 	if err == nil && !orders {
@@ -226,7 +229,7 @@ func (c *carrier) freezeFar(ctx context.Context, timeoutMS int64) (*connect.Resp
 	if err != nil {
 		return nil, q, connect.NewError(connect.CodeFailedPrecondition, err)
 	}
-	req := &gpuctlv1.FreezeRequest{TimeoutMs: timeoutMS}
+	req := &gpuctlv1.FreezeRequest{TimeoutMs: m.TimeoutMs, Freeze: m.Freeze}
 	last := q
 	if orders {
 		req.After, req.Streams = q.n, uint32(len(q.streams))
@@ -250,6 +253,9 @@ func (k *controller) Thaw(ctx context.Context, r *connect.Request[gpuctlv1.ThawR
 }
 
 func (c *carrier) thaw(ctx context.Context, r *connect.Request[gpuctlv1.ThawRequest]) (*connect.Response[gpuctlv1.ThawResponse], error) {
+	if n := c.unsure.Load(); n != 0 {
+		r.Msg.Freeze = n
+	}
 	resp, err := unary(ctx, r, c.far.Thaw)
 	// An error may mean that only the answer was lost.
 	d, derr := unary(ctx, connect.NewRequest(&gpuctlv1.DescribeRequest{}), c.far.Describe)
@@ -259,6 +265,7 @@ func (c *carrier) thaw(ctx context.Context, r *connect.Request[gpuctlv1.ThawRequ
 	c.dropState()
 	c.exports.drop()
 	_ = c.keepLate(nil)
+	c.unsure.Store(0)
 	c.frozen.Store(false)
 	c.gate.open()
 	return connect.NewResponse(&gpuctlv1.ThawResponse{}), nil

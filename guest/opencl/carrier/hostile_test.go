@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"net"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -290,6 +291,46 @@ type lostThaw struct{ farStub }
 
 func (lostThaw) Thaw(context.Context, *connect.Request[gpuctlv1.ThawRequest]) (*connect.Response[gpuctlv1.ThawResponse], error) {
 	return nil, connect.NewError(connect.CodeUnavailable, io.ErrUnexpectedEOF)
+}
+
+// lateFar is a far executor that a freeze reaches later than a thaw.
+type lateFar struct {
+	farStub
+	undone *atomic.Uint64
+}
+
+func (lateFar) Freeze(context.Context, *connect.Request[gpuctlv1.FreezeRequest]) (*connect.Response[gpuctlv1.SnapshotResponse], error) {
+	return nil, connect.NewError(connect.CodeDeadlineExceeded, context.DeadlineExceeded)
+}
+
+func (f lateFar) Thaw(_ context.Context, r *connect.Request[gpuctlv1.ThawRequest]) (*connect.Response[gpuctlv1.ThawResponse], error) {
+	f.undone.Store(r.Msg.Freeze)
+	return connect.NewResponse(&gpuctlv1.ThawResponse{}), nil
+}
+
+func (f lateFar) Describe(context.Context, *connect.Request[gpuctlv1.DescribeRequest]) (*connect.Response[gpuctlv1.DescribeResponse], error) {
+	return connect.NewResponse(&gpuctlv1.DescribeResponse{Active: true}), nil
+}
+
+// A freeze that was given up while the network was gone may come to the far executor when the swap has
+// been undone. It learns which one that is, also from who does not know, as a new gpuguest.
+func TestAFreezeThatMayComeAfterItsThawIsNamed(t *testing.T) {
+	c := newCarrier(t)
+	far := lateFar{undone: &atomic.Uint64{}}
+	c.far = far
+	c.active.Store(true)
+	c.freezesAfter.Store(true)
+	go c.lead()
+	k := &controller{c: c}
+	if _, err := k.Freeze(t.Context(), connect.NewRequest(&gpuctlv1.FreezeRequest{TimeoutMs: 10, Freeze: 3})); connect.CodeOf(err) != connect.CodeDeadlineExceeded {
+		t.Fatal(err)
+	}
+	if _, err := k.Thaw(t.Context(), connect.NewRequest(&gpuctlv1.ThawRequest{Freeze: 2})); err != nil || c.gate.closed.Load() || far.undone.Load() != 3 {
+		t.Errorf("freeze %d is undone: %v", far.undone.Load(), err)
+	}
+	if _, err := k.Thaw(t.Context(), connect.NewRequest(&gpuctlv1.ThawRequest{Freeze: 2})); err != nil || far.undone.Load() != 2 {
+		t.Errorf("later, freeze %d is undone: %v", far.undone.Load(), err)
+	}
 }
 
 // The application stands still as long as its requests are not read. Who looks after a freeze

@@ -304,6 +304,9 @@ func (c *controller) Freeze(ctx context.Context, r *connect.Request[gpuctlv1.Fre
 	c.op.Lock()
 	defer c.op.Unlock()
 	defer c.s.does("what was launched has to end")()
+	if err := c.s.expects(r.Msg.Freeze); err != nil {
+		return nil, connect.NewError(connect.CodeFailedPrecondition, err)
+	}
 	limit := time.Duration(r.Msg.TimeoutMs) * time.Millisecond
 	if limit <= 0 {
 		limit = 10 * time.Second
@@ -332,6 +335,16 @@ func (c *controller) Freeze(ctx context.Context, r *connect.Request[gpuctlv1.Fre
 		c.s.far.sayDone(st, remote.Words(r.Msg.After+1))
 	}
 	return r2, err
+}
+
+// expects returns an error for the request of a freeze that was undone before it came.
+func (s *session) expects(freeze uint64) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if next := s.freezes + 1; freeze != 0 && freeze != next {
+		return fmt.Errorf("freeze %d, but the next one is %d: %w", freeze, next, ErrState)
+	}
+	return nil
 }
 
 func (s *session) isFrozen() bool {
@@ -491,6 +504,9 @@ func (c *controller) Thaw(ctx context.Context, r *connect.Request[gpuctlv1.ThawR
 	}
 	c.s.mu.Lock()
 	due := c.s.frozen && (r.Msg.GetFreeze() == 0 || r.Msg.GetFreeze() == c.s.freezes)
+	if !c.s.frozen && r.Msg.GetFreeze() == c.s.freezes+1 {
+		c.s.freezes++ // its request may still be under way
+	}
 	c.s.mu.Unlock()
 	if due {
 		c.s.thaw()

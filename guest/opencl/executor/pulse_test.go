@@ -51,6 +51,16 @@ func TestLateThawDoesNotUndoALaterFreeze(t *testing.T) {
 	if err := thaw(t.Context(), second); err != nil || s.isFrozen() {
 		t.Errorf("frozen: %v, %v", s.isFrozen(), err)
 	}
+	// Nor does a freeze that comes later than its thaw, over another connection, stop anything.
+	if err := thaw(t.Context(), second+1); err != nil {
+		t.Error(err)
+	}
+	if _, err := ctl.Freeze(t.Context(), connect.NewRequest(&gpuctlv1.FreezeRequest{Freeze: second + 1})); connect.CodeOf(err) != connect.CodeFailedPrecondition || s.isFrozen() {
+		t.Errorf("frozen %v by a freeze that was undone before: %v", s.isFrozen(), err)
+	}
+	if _, err := ctl.Freeze(t.Context(), connect.NewRequest(&gpuctlv1.FreezeRequest{Freeze: second + 2})); err != nil || !s.isFrozen() {
+		t.Errorf("the next freeze: %v", err)
+	}
 }
 
 // An executor still answers Pulse, with what it waits for, while the session's lock is locked
