@@ -172,21 +172,17 @@ func (s *session) setArg(m *wire.SetArg) (outcome, error) {
 	if m.Kind != in.kind {
 		return outcome{}, fmt.Errorf("kernel %s, argument %d: kind %d, not %d: %w", k.name, m.Index, m.Kind, in.kind, errHostile)
 	}
-	a := &k.args[m.Index]
-	old := *a
-	a.kind, a.size, a.object, a.to = m.Kind, m.Size, m.Object, s.named(m.Kind, m.Object)
-	a.value = append(a.value[:0], m.Value...)
-	a.set = true
+	a, old := &k.args[m.Index], k.args[m.Index]
+	// The bytes are copied only when the runtime has taken them: a refused argument leaves the one before.
+	*a = arg{set: true, kind: m.Kind, size: m.Size, object: m.Object, to: s.named(m.Kind, m.Object), value: m.Value}
 	st := s.bindArg(k, int(m.Index))
 	if st != cl.Success {
-		// If the library has not requested an answer, it does not get this error, but its
-		// launch fails with CL_INVALID_KERNEL_ARGS.
+		// If the library has not requested an answer, it does not get this error.
 		s.log.Warn("argument refused", "kernel", k.name, "argument", m.Index, "err", st)
-		old.value = nil
 		*a = old
-		a.set = a.set && a.kind != wire.ArgPlain
 		return done(st), nil
 	}
+	a.value = append(old.value[:0], m.Value...)
 	switch m.Kind {
 	case wire.ArgMem, wire.ArgImage:
 		k.stale = true

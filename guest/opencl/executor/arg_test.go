@@ -1,0 +1,40 @@
+package executor
+
+import (
+	"testing"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+)
+
+// An argument that is refused leaves the one before in force: for a launch at once, for one that waits, for a clone, and
+// after a swap.
+func TestARefusedArgumentLeavesTheOneBefore(t *testing.T) {
+	const size = 4096
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, q, k := c.setup(0)
+	b, gate, clone := c.buffer(ctx, size), c.id(), c.id()
+	c.fill(q, b, size, 0)
+	c.launch(q, k, b, 5, size/4, 0)
+	slot := c.start(&wire.SetArg{Kernel: k, Index: 1, Kind: wire.ArgPlain, Size: 8, Value: []byte{9, 0, 0, 0, 0, 0, 0, 0}})
+	if st, _ := c.answer(slot); st != cl.InvalidArgSize {
+		t.Fatal(st)
+	}
+	run := func(k uint32, wait ...uint32) {
+		c.post(&wire.Ndrange{Queue: q, Kernel: k, Dims: 1, Glob0: size / 4, Wait: wait})
+	}
+	run(k)
+	equal(t, c.read(q, b, size), 10)
+	c.post(&wire.CreateUserEvent{ID: gate, Context: ctx})
+	run(k, gate)
+	c.post(&wire.SetUserEvent{Event: gate})
+	equal(t, c.read(q, b, size), 15)
+	c.call(&wire.CloneKernel{ID: clone, Kernel: k})
+	run(clone)
+	equal(t, c.read(q, b, size), 20)
+	c.swap(s, c.executor(2))
+	run(k)
+	equal(t, c.read(q, b, size), 25)
+}
