@@ -375,7 +375,7 @@ func (s *session) endBulk(b *bulk, st cl.Status) {
 // it in its queue end first even if it fails: the queue is taken for idle then.
 func (s *session) awaitTurn(b *bulk) cl.Status {
 	if b.barrier != 0 {
-		cl.WaitForEvents([]cl.Event{b.barrier})
+		ended(b.barrier)
 	}
 	st := cl.Success
 	if len(b.wait) > 0 {
@@ -510,7 +510,7 @@ func (r *laneRun) settle(i uint32) cl.Status {
 	if *e == 0 {
 		return cl.Success
 	}
-	st := cl.WaitForEvents([]cl.Event{*e})
+	st := ended(*e)
 	cl.ReleaseEvent(*e)
 	*e = 0
 	return st

@@ -412,7 +412,7 @@ func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, er
 	for _, c := range s.contexts() {
 		for _, q := range c.queues {
 			if q.busy() {
-				cl.Finish(q.vendor)
+				q.drain()
 				q.idle = q.seq
 			}
 			s.settle(q, true)

@@ -247,7 +247,7 @@ func (s *session) dropQueue(q *queue) {
 	default:
 		q.users++
 		s.spawn(func() {
-			cl.Finish(q.vendor)
+			q.drain()
 			s.mu.Lock()
 			defer s.mu.Unlock()
 			q.users--

@@ -137,16 +137,40 @@ func (s *session) markers(cs []*clContext) []cl.Event {
 	return marks
 }
 
+// await waits until commands have ended, and gives up their events.
 func await(evs []cl.Event) cl.Status {
 	st := cl.Success
 	for _, e := range evs {
 		// One after the other: events of several contexts cannot be waited for in one call.
-		if x := cl.WaitForEvents([]cl.Event{e}); x != cl.Success {
+		if x := ended(e); x != cl.Success {
 			st = x
 		}
 		cl.ReleaseEvent(e)
 	}
 	return st
+}
+
+// ended waits until a command has ended, also if the runtime refuses to wait: the command may still use memory that
+// somebody else is to get, or write what is to be read.
+func ended(e cl.Event) cl.Status {
+	st := cl.WaitForEvents([]cl.Event{e})
+	for nap := 50 * time.Microsecond; st != cl.Success; nap = min(2*nap, 10*time.Millisecond) {
+		if now, x := cl.EventStatus(e); x != cl.Success || now <= cl.Complete {
+			break
+		}
+		time.Sleep(nap)
+	}
+	return st
+}
+
+// drain waits until the commands of a queue have ended, also if the runtime refuses to wait. A queue that takes no marker
+// either is broken, and runs nothing.
+func (q *queue) drain() {
+	var e cl.Event
+	if cl.Finish(q.vendor) != cl.Success && cl.EnqueueMarkerWithWaitList(q.vendor, nil, &e) == cl.Success {
+		cl.Flush(q.vendor)
+		await([]cl.Event{e})
+	}
 }
 
 func (m *mem) markAll() {
