@@ -418,7 +418,11 @@ func memGraph(id uint32, serial uint64, o *mem, ref func(o any, id uint32) uint3
 		m.Parent = ref(o.parent, o.parent.id)
 	}
 	for _, mp := range o.maps {
-		m.Maps = append(m.Maps, *mp)
+		x := *mp
+		if mp.failed() { // another executor cannot ask
+			x.Flags &^= cl.MapWrite
+		}
+		m.Maps = append(m.Maps, x)
 	}
 	return m
 }

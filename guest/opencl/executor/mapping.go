@@ -229,6 +229,15 @@ func (mp *mapping) arrived() bool {
 	return st == cl.Success && status == cl.Complete
 }
 
+// failed reports whether the mapping's content has not come and will not.
+func (mp *mapping) failed() bool {
+	if mp.reads == 0 {
+		return false
+	}
+	status, st := cl.EventStatus(mp.reads)
+	return st != cl.Success || status < cl.Complete
+}
+
 // isSent reports whether the transfer that an unmap command waits for has written the
 // mapping's content already. It was taken when it was complete; what a client on another
 // host sends with the request to unmap may be older.

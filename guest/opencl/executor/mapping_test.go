@@ -2,6 +2,7 @@ package executor
 
 import (
 	"encoding/binary"
+	"os"
 	"testing"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
@@ -160,6 +161,41 @@ func TestImageMadeOfAnImageGoesAlong(t *testing.T) {
 	for i, v := range staged {
 		if v != byte(3*i) {
 			t.Fatalf("byte %d of the image is %d, not %d", i, v, byte(3*i))
+		}
+	}
+}
+
+// A region whose content the device has failed to bring is not written back when it is unmapped, also if the session has
+// been swapped in between: what is there is from before.
+func TestRegionThatFailedToComeIsNotWrittenAfterASwap(t *testing.T) {
+	const width, size = 16, 4 * 16 * 16
+	c, library := newClient(t), withIL(t)
+	s := c.executorOf(1, library)
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	img, mapped := c.id(), c.id()
+	c.call(&wire.CreateImage{ID: img, Context: ctx, Flags: cl.MemReadWrite, Order: 0x10B5, Type: 0x10DA, ImageType: cl.MemObjectImage2d, Width: width, Height: width})
+	staged := c.arena.Bytes()[c.stage:][:size]
+	for i := range staged {
+		staged[i] = 7
+	}
+	origin, region := []uint64{0, 0, 0}, []uint64{width, width, 1}
+	c.call(&wire.WriteImage{Queue: q, Image: img, Blocking: 1, Origin: origin, Region: region, Mode: wire.DataStaged, StageOff: c.stage, StageLen: size})
+	t.Setenv("FAIL_READS", "1")
+	c.call(&wire.MapImage{Queue: q, Image: img, Flags: cl.MapRead | cl.MapWrite, Map: 1, Event: mapped, Origin: origin, Region: region})
+	if st, _ := c.answer(c.start(&wire.WaitEvents{Wait: []uint32{mapped}})); st != cl.ExecStatusErrorForEventsInWaitList {
+		t.Fatal(st)
+	}
+	if err := os.Unsetenv("FAIL_READS"); err != nil {
+		t.Fatal(err)
+	}
+	c.swap(s, c.executorOf(2, library))
+	c.post(&wire.Unmap{Queue: q, Mem: img, Map: 1})
+	clear(staged)
+	c.call(&wire.ReadImage{Queue: q, Image: img, Blocking: 1, Origin: origin, Region: region, Mode: wire.DataStaged, StageOff: c.stage, StageLen: size})
+	for i, v := range staged {
+		if v != 7 {
+			t.Fatalf("byte %d of the image is %d, not 7", i, v)
 		}
 	}
 }

@@ -1,6 +1,7 @@
 /*
  * il: PoCL with an intermediate language, which no runtime of the project's machines has. Its text is OpenCL C; a constant's
- * value is a macro of its builds. With REFUSE_WAITS in the environment, it waits for nothing and says so.
+ * value is a macro of its builds. With REFUSE_WAITS in the environment, it waits for nothing and says so;
+ * with FAIL_READS, images are not read, which only the events tell.
  */
 #define CL_TARGET_OPENCL_VERSION 300
 #define CL_USE_DEPRECATED_OPENCL_1_2_APIS
@@ -116,6 +117,21 @@ static cl_int CL_API_CALL wait_events(cl_uint n, const cl_event *e)
 	return getenv("REFUSE_WAITS") ? CL_OUT_OF_RESOURCES : vendor.clWaitForEvents(n, e);
 }
 
+static cl_int CL_API_CALL read_image(cl_command_queue q, cl_mem m, cl_bool blocking, const size_t *origin, const size_t *region, size_t row, size_t slice, void *p, cl_uint n,
+	const cl_event *wait, cl_event *e)
+{
+	cl_context c;
+	cl_int err;
+	if (!getenv("FAIL_READS"))
+		return vendor.clEnqueueReadImage(q, m, blocking, origin, region, row, slice, p, n, wait, e);
+	vendor.clGetCommandQueueInfo(q, CL_QUEUE_CONTEXT, sizeof c, &c, NULL);
+	cl_event fails = vendor.clCreateUserEvent(c, &err);
+	err = vendor.clEnqueueReadImage(q, m, CL_FALSE, origin, region, row, slice, p, 1, &fails, e);
+	vendor.clSetUserEventStatus(fails, -5);
+	vendor.clReleaseEvent(fails);
+	return err;
+}
+
 static void *(*pocl(void))(const char *)
 {
 	void *lib = dlopen("libpocl.so.2", RTLD_NOW | RTLD_LOCAL);
@@ -141,6 +157,7 @@ static cl_int CL_API_CALL platform_ids(cl_uint n, cl_platform_id *p, cl_uint *co
 	table->clBuildProgram = build;
 	table->clFinish = finish;
 	table->clWaitForEvents = wait_events;
+	table->clEnqueueReadImage = read_image;
 	table->clCompileProgram = compile;
 	return err;
 }
