@@ -369,7 +369,7 @@ func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, er
 	s.wakeAll()
 	s.mu.Lock()
 	cs := s.contexts()
-	marks := s.markers(cs)
+	marks, _ := s.markers(cs) // what they do not tell of is waited for at the end
 	s.mu.Unlock()
 	drained := make(chan cl.Status, 1)
 	go func() { drained <- await(marks) }()

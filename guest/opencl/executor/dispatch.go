@@ -294,7 +294,7 @@ func (s *session) releaseSamplers() {
 		n = len(s.samplers)
 		marks := []cl.Event(nil)
 		if n > 0 {
-			marks = s.markers(s.contexts())
+			marks, _ = s.markers(s.contexts())
 		}
 		s.mu.Unlock()
 		if n == 0 {

@@ -441,7 +441,7 @@ func (s *session) awaitPushed(ctx context.Context, deadline time.Time) bool {
 // notifyDestroyed tells the application that a memory object is destroyed, when the commands
 // that may use it have ended.
 func (s *session) notifyDestroyed(token uint32, c *clContext) {
-	evs := s.markers([]*clContext{c})
+	evs, _ := s.markers([]*clContext{c})
 	if len(evs) == 0 {
 		s.settleAll()
 		s.callback(token, 0, wire.CbDestroyed)

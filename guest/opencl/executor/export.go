@@ -1,6 +1,7 @@
 package executor
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -88,13 +89,14 @@ func (s *session) export(ctx context.Context, to string, all, final bool, out si
 	}
 	ps := s.contents(final, out)
 	var marks []cl.Event
+	before := cl.Success
 	if !final && len(ps) > 0 {
 		// Commands that were enqueued before this moment must end before the bytes are
 		// read. Later commands mark the objects as written again.
-		marks = s.markers(s.contexts())
+		marks, before = s.markers(s.contexts())
 	}
 	s.mu.Unlock()
-	before := await(marks)
+	before = cmp.Or(before, await(marks))
 	var total, sent uint64
 	for i := range ps {
 		total += ps[i].bytes()
@@ -122,19 +124,23 @@ func (s *session) export(ctx context.Context, to string, all, final bool, out si
 	return err
 }
 
-// markers enqueues a marker on every busy queue.
-func (s *session) markers(cs []*clContext) []cl.Event {
-	var marks []cl.Event
+// markers enqueues a marker on every busy queue. If one is refused, the others do not tell of all commands.
+func (s *session) markers(cs []*clContext) (marks []cl.Event, st cl.Status) {
 	for _, c := range cs {
 		for _, q := range c.queues {
-			var e cl.Event
-			if q.busy() && cl.EnqueueMarkerWithWaitList(q.vendor, nil, &e) == cl.Success {
-				cl.Flush(q.vendor)
-				marks = append(marks, e)
+			if !q.busy() {
+				continue
 			}
+			var e cl.Event
+			if x := cl.EnqueueMarkerWithWaitList(q.vendor, nil, &e); x != cl.Success {
+				st = x
+				continue
+			}
+			cl.Flush(q.vendor)
+			marks = append(marks, e)
 		}
 	}
-	return marks
+	return marks, st
 }
 
 // await waits until commands have ended, and gives up their events.

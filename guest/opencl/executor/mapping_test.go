@@ -2,7 +2,6 @@ package executor
 
 import (
 	"encoding/binary"
-	"os"
 	"testing"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
@@ -181,14 +180,12 @@ func TestRegionThatFailedToComeIsNotWrittenAfterASwap(t *testing.T) {
 	}
 	origin, region := []uint64{0, 0, 0}, []uint64{width, width, 1}
 	c.call(&wire.WriteImage{Queue: q, Image: img, Blocking: 1, Origin: origin, Region: region, Mode: wire.DataStaged, StageOff: c.stage, StageLen: size})
-	t.Setenv("FAIL_READS", "1")
-	c.call(&wire.MapImage{Queue: q, Image: img, Flags: cl.MapRead | cl.MapWrite, Map: 1, Event: mapped, Origin: origin, Region: region})
-	if st, _ := c.answer(c.start(&wire.WaitEvents{Wait: []uint32{mapped}})); st != cl.ExecStatusErrorForEventsInWaitList {
-		t.Fatal(st)
-	}
-	if err := os.Unsetenv("FAIL_READS"); err != nil {
-		t.Fatal(err)
-	}
+	during(t, "FAIL_READS", func() {
+		c.call(&wire.MapImage{Queue: q, Image: img, Flags: cl.MapRead | cl.MapWrite, Map: 1, Event: mapped, Origin: origin, Region: region})
+		if st, _ := c.answer(c.start(&wire.WaitEvents{Wait: []uint32{mapped}})); st != cl.ExecStatusErrorForEventsInWaitList {
+			t.Fatal(st)
+		}
+	})
 	c.swap(s, c.executorOf(2, library))
 	c.post(&wire.Unmap{Queue: q, Mem: img, Map: 1})
 	clear(staged)

@@ -13,11 +13,14 @@ import (
 )
 
 // refusing has the runtime refuse to wait for anything while do runs.
-func refusing(t *testing.T, do func()) {
+func refusing(t *testing.T, do func()) { t.Helper(); during(t, "REFUSE_WAITS", do) }
+
+// during has the runtime of testdata/il.c do what the variable says while do runs.
+func during(t *testing.T, name string, do func()) {
 	t.Helper()
-	t.Setenv("REFUSE_WAITS", "1")
+	t.Setenv(name, "1")
 	do()
-	if err := os.Unsetenv("REFUSE_WAITS"); err != nil {
+	if err := os.Unsetenv(name); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -66,12 +69,19 @@ func TestAQueueIsNotIdleAfterAWaitThatFailed(t *testing.T) {
 	}
 }
 
-// If the runtime refuses to wait for the commands before an export, what is read is not from before them.
+// If the runtime refuses to wait for the commands before an export, or takes no marker of them, what arrives in the end is
+// not from before them.
 func TestWhatWasReadBeforeACommandEndedIsNotWhatArrives(t *testing.T) {
+	for _, refuses := range []string{"REFUSE_WAITS", "REFUSE_MARKERS"} {
+		t.Run(refuses, func(t *testing.T) { whatArrives(t, refuses) })
+	}
+}
+
+func whatArrives(t *testing.T, refuses string) {
 	c, s, q, _, end := spinning(t)
 	defer end()
 	w, f := emptyState(t, s)
-	refusing(t, func() {
+	during(t, refuses, func() {
 		time.AfterFunc(300*time.Millisecond, end) // it writes the second word only then
 		if err := s.export(t.Context(), "state", true, false, w, noProgress); err != nil {
 			t.Fatal(err)

@@ -1,6 +1,7 @@
 /*
  * il: PoCL with an intermediate language, which no runtime of the project's machines has. Its text is OpenCL C; a constant's
- * value is a macro of its builds. With REFUSE_WAITS in the environment, it waits for nothing and says so;
+ * value is a macro of its builds. With REFUSE_WAITS in the environment, it waits for nothing and says so; with
+ * REFUSE_MARKERS, it takes no marker;
  * with FAIL_READS, images are not read, which only the events tell.
  */
 #define CL_TARGET_OPENCL_VERSION 300
@@ -117,6 +118,11 @@ static cl_int CL_API_CALL wait_events(cl_uint n, const cl_event *e)
 	return getenv("REFUSE_WAITS") ? CL_OUT_OF_RESOURCES : vendor.clWaitForEvents(n, e);
 }
 
+static cl_int CL_API_CALL marker(cl_command_queue q, cl_uint n, const cl_event *wait, cl_event *e)
+{
+	return getenv("REFUSE_MARKERS") ? CL_OUT_OF_RESOURCES : vendor.clEnqueueMarkerWithWaitList(q, n, wait, e);
+}
+
 static cl_int CL_API_CALL read_image(cl_command_queue q, cl_mem m, cl_bool blocking, const size_t *origin, const size_t *region, size_t row, size_t slice, void *p, cl_uint n,
 	const cl_event *wait, cl_event *e)
 {
@@ -158,6 +164,7 @@ static cl_int CL_API_CALL platform_ids(cl_uint n, cl_platform_id *p, cl_uint *co
 	table->clFinish = finish;
 	table->clWaitForEvents = wait_events;
 	table->clEnqueueReadImage = read_image;
+	table->clEnqueueMarkerWithWaitList = marker;
 	table->clCompileProgram = compile;
 	return err;
 }
