@@ -73,7 +73,8 @@ type cmd struct {
 	show    remote.Block // what the client must have got before it learns of the end; only for one on another host
 	of      *mem         // the object and the mapping that show is of
 	mapping *mapping
-	aside   after // if not nil, the rest of the command, which runs without the lock: a small blocking read
+	failed  func() // if not nil, called when a blocking call ends with an error of its command
+	aside   after  // if not nil, the rest of the command, which runs without the lock: a small blocking read
 }
 
 // track makes the vendor create an event for the command.
@@ -172,6 +173,9 @@ func (s *session) enqueue(c call, m wire.Request, queueID, eventID uint32, wait 
 			if q.inOrder() && st == cl.Success { // the earlier commands have ended, too
 				q.idle = max(q.idle, n)
 				s.gateIfIdle()
+			}
+			if st != cl.Success && x.failed != nil {
+				x.failed()
 			}
 			return data
 		})

@@ -284,7 +284,10 @@ func (m *mem) transferPitches() (row, slice uint64) {
 // when the data has arrived.
 func (s *session) mapping(c call, m wire.Request, queueID, eventID uint32, wait []uint32, blocking bool, o *mem, mp *mapping, data []byte, f func(*cmd) (cl.Status, error)) (outcome, error) {
 	s.answer = data
-	out, err := s.enqueue(c, m, queueID, eventID, wait, 0, blocking, f)
+	out, err := s.enqueue(c, m, queueID, eventID, wait, 0, blocking, func(x *cmd) (cl.Status, error) {
+		x.failed = func() { s.notMapped(o, mp, false) }
+		return f(x)
+	})
 	s.answer = nil
 	if err != nil {
 		return out, err
@@ -293,16 +296,7 @@ func (s *session) mapping(c call, m wire.Request, queueID, eventID uint32, wait 
 	case out.parked, out.after != nil: // answered when it was parked, or when the wait ends
 	case out.status != cl.Success:
 		if mp != nil {
-			delete(o.maps, mp.ID)
-			if s.far != nil {
-				root, _ := o.hostRoot()
-				root.mapFailed.Store(true)
-				root.markAll() // what is on its way may be left out already
-			}
-			if mp.shownFirst() { // a carrier waits for each that it is told of
-				s.showOf(o.block(mp), o, mp)
-			}
-			s.isOver(o, mp)
+			s.notMapped(o, mp, mp.shownFirst()) // a carrier waits for each that it is told of
 		}
 		if out.status == cl.ExecStatusErrorForEventsInWaitList && !blocking { // its event tells of it, as if that had failed later
 			out = done(cl.Success)
@@ -312,6 +306,21 @@ func (s *session) mapping(c call, m wire.Request, queueID, eventID uint32, wait 
 		out.data = data
 	}
 	return out, nil
+}
+
+// notMapped forgets a mapping whose command has failed in the call: the application has got no pointer. show makes
+// a carrier see its content as if it had come.
+func (s *session) notMapped(o *mem, mp *mapping, show bool) {
+	delete(o.maps, mp.ID)
+	if s.far != nil {
+		root, _ := o.hostRoot()
+		root.mapFailed.Store(true)
+		root.markAll() // what is on its way may be left out already
+	}
+	if show {
+		s.showOf(o.block(mp), o, mp)
+	}
+	s.isOver(o, mp)
 }
 
 func (s *session) unmap(x *cmd, r *wire.Unmap) (cl.Status, error) {

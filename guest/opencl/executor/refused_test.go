@@ -192,3 +192,20 @@ func TestMemoryInUseIsWaitedForThoughTheRuntimeRefuses(t *testing.T) {
 		})
 	}
 }
+
+// A blocking map that fails while it is waited for has mapped nothing: the application has no pointer to give back.
+func TestABlockingMapThatFailsLeavesNothingMapped(t *testing.T) {
+	c, s, q, b, end := spinning(t)
+	defer end()
+	refusing(t, func() {
+		m := wire.MapBuffer{Queue: q, Mem: b, Blocking: 1, Flags: cl.MapRead, Map: 1, Size: 4}
+		if st, _ := c.answer(c.start(&m)); st != cl.OutOfResources {
+			t.Fatal(st)
+		}
+	})
+	inside(s, b, func(m *mem) {
+		if m.isMapped() {
+			t.Error("the buffer counts as mapped")
+		}
+	})
+}
