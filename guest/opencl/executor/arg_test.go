@@ -38,3 +38,27 @@ func TestARefusedArgumentLeavesTheOneBefore(t *testing.T) {
 	run(k)
 	equal(t, c.read(q, b, size), 25)
 }
+
+// A launch that the runtime refuses is no use of the device that another one would have to allow: programs try how large a
+// work-group may be.
+func TestARefusedWorkGroupDoesNotKeepASessionFromBeingSwapped(t *testing.T) {
+	const size = 4096
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, q, k := c.setup(0)
+	b, large := c.buffer(ctx, size), uint64(1<<20)
+	c.fill(q, b, size, 0)
+	c.launch(q, k, b, 5, size/4, 0)
+	slot := c.start(&wire.Ndrange{Queue: q, Kernel: k, Dims: 1, Glob0: large, Loc0: large, Has: 2})
+	if st, _ := c.answer(slot); st != cl.InvalidWorkGroupSize && st != cl.InvalidWorkItemSize {
+		t.Fatal(st)
+	}
+	s.mu.Lock()
+	if u := s.describe(); u.LargestWorkGroup >= large || u.WorkItemSizes[0] >= large {
+		t.Errorf("the session is said to use groups of %d, and of %d in one dimension", u.LargestWorkGroup, u.WorkItemSizes[0])
+	}
+	s.mu.Unlock()
+	c.swap(s, c.executor(2))
+	equal(t, c.read(q, b, size), 5)
+}

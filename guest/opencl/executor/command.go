@@ -400,7 +400,6 @@ func (s *session) ndrange(c call, m *wire.Ndrange) (outcome, error) {
 				return s.refuse(c, q, e, 0, cl.InvalidWorkGroupSize), nil
 			}
 		}
-		s.used(k, m.Dims)
 	}
 	var out *cl.Event
 	switch {
@@ -423,13 +422,16 @@ func (s *session) ndrange(c call, m *wire.Ndrange) (outcome, error) {
 	if out == &s.own {
 		cl.ReleaseEvent(s.own)
 	}
+	if loc != nil {
+		s.used(k, m.Dims)
+	}
 	q.kernel, q.launched = k.name, time.Now()
 	s.usage.Launches++
 	s.usage.LocalMemory = max(s.usage.LocalMemory, k.local)
 	return done(cl.Success), nil
 }
 
-// used records how large a work-group was requested.
+// used records how large a work-group was launched.
 func (s *session) used(k *kernel, dims uint32) {
 	n := uint64(1)
 	for i := range dims {

@@ -225,7 +225,7 @@ type kernel struct {
 	stale    bool   // writes must be computed again
 	believed bool   // const was believed for them
 	local    uint64 // bytes of local arguments
-	group    uint64 // the largest work-group that was requested
+	group    uint64 // the largest work-group that was launched
 }
 
 type argInfo struct {
