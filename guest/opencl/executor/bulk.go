@@ -510,7 +510,7 @@ func (r *laneRun) settle(i uint32) cl.Status {
 	if *e == 0 {
 		return cl.Success
 	}
-	st := ended(*e)
+	st, _ := ended(*e)
 	cl.ReleaseEvent(*e)
 	*e = 0
 	return st

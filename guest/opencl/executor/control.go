@@ -371,8 +371,11 @@ func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, er
 	cs := s.contexts()
 	marks, _ := s.markers(cs) // what they do not tell of is waited for at the end
 	s.mu.Unlock()
-	drained := make(chan cl.Status, 1)
-	go func() { drained <- await(marks) }()
+	drained := make(chan bool, 1)
+	go func() {
+		_, all := awaitAll(marks)
+		drained <- all
+	}()
 	undo := func(what ...string) ([]string, error) {
 		s.out.begin()
 		if !s.out.offer() {
@@ -387,7 +390,10 @@ func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, er
 		return what, fmt.Errorf("%w after %s: %v", ErrBusy, limit, what)
 	}
 	select {
-	case <-drained:
+	case all := <-drained:
+		if !all {
+			return undo("the runtime refuses to wait for a command, which has not ended")
+		}
 	case <-time.After(time.Until(deadline)):
 		return undo("a command that was launched has not ended")
 	case <-ctx.Done():

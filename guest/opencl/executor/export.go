@@ -145,28 +145,40 @@ func (s *session) markers(cs []*clContext) (marks []cl.Event, st cl.Status) {
 
 // await waits until commands have ended, and gives up their events.
 func await(evs []cl.Event) cl.Status {
-	st := cl.Success
-	for _, e := range evs {
-		// One after the other: events of several contexts cannot be waited for in one call.
-		if x := ended(e); x != cl.Success {
-			st = x
-		}
-		cl.ReleaseEvent(e)
-	}
+	st, _ := awaitAll(evs)
 	return st
 }
 
+// awaitAll is await, and reports whether all have ended.
+func awaitAll(evs []cl.Event) (st cl.Status, all bool) {
+	all = true
+	for _, e := range evs {
+		// One after the other: events of several contexts cannot be waited for in one call.
+		x, over := ended(e)
+		st, all = cmp.Or(x, st), all && over
+		cl.ReleaseEvent(e)
+	}
+	return st, all
+}
+
+// refusedMost bounds how long a command is looked at whose wait is refused: a device that is lost may never tell its end.
+const refusedMost = time.Minute
+
 // ended waits until a command has ended, also if the runtime refuses to wait: the command may still use memory that
 // somebody else is to get, or write what is to be read.
-func ended(e cl.Event) cl.Status {
-	st := cl.WaitForEvents([]cl.Event{e})
-	for nap := 50 * time.Microsecond; st != cl.Success; nap = min(2*nap, 10*time.Millisecond) {
+func ended(e cl.Event) (st cl.Status, over bool) {
+	st = cl.WaitForEvents([]cl.Event{e})
+	if st == cl.Success {
+		return st, true
+	}
+	last := time.Now().Add(refusedMost)
+	for nap := 50 * time.Microsecond; time.Now().Before(last); nap = min(2*nap, 10*time.Millisecond) {
 		if now, x := cl.EventStatus(e); x != cl.Success || now <= cl.Complete {
-			break
+			return st, true
 		}
 		time.Sleep(nap)
 	}
-	return st
+	return st, false
 }
 
 // drain waits until the commands of a queue have ended, also if the runtime refuses to wait. A queue that takes no marker
