@@ -296,8 +296,13 @@ func (h *Host) Uses(id, gpu string) bool {
 	if _, ok := h.ledger.Holds(id, gpu); ok {
 		return true
 	}
+	if c := h.claims[id]; c != nil { // a GPU that was not found has no entry in the ledger
+		if need, _ := h.needs(c); need[gpu] {
+			return true
+		}
+	}
 	for _, l := range h.lent {
-		if l.Claim == id && slices.Contains(l.GPUs, gpu) { // a GPU that was not found has no entry in the ledger
+		if l.Claim == id && slices.Contains(l.GPUs, gpu) { // nor then
 			return true
 		}
 	}

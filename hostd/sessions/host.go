@@ -447,11 +447,11 @@ func clings(s *gpuctlv1.Session) bool {
 	return s.GetEngine() == driverEngine && s.GetState() == gpuctlv1.SessionState_SESSION_STATE_LOST
 }
 
-// settle makes the ledger agree with what the claim needs: its placement, the GPUs of its
-// sessions, and the targets of their operations. The caller holds h.mu.
-func (h *Host) settle(c *claim) {
-	need := map[string]bool{}
-	live := false
+// needs returns the GPUs that the claim needs: its placement, what is offered to it, the GPUs of
+// its sessions, and the targets of their operations. live is whether it has any of these but a
+// placement. The caller holds h.mu.
+func (h *Host) needs(c *claim) (need map[string]bool, live bool) {
+	need = map[string]bool{}
 	if !c.Released {
 		for _, gpu := range c.GPUs {
 			need[gpu] = true
@@ -494,6 +494,12 @@ func (h *Host) settle(c *claim) {
 			need[gpu] = true
 		}
 	}
+	return need, live
+}
+
+// settle makes the ledger agree with what the claim needs. The caller holds h.mu.
+func (h *Host) settle(c *claim) {
+	need, live := h.needs(c)
 	keep := slices.Sorted(maps.Keys(need))
 	h.ledger.Retain(c.ID, keep)
 	for _, gpu := range keep {

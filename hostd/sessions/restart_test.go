@@ -225,3 +225,49 @@ func TestSourceOfAnOlderHostdsOperationIsThatOfItsRecord(t *testing.T) {
 		}
 	}
 }
+
+// A runtime that fails once at a start of hostd shows no GPU. What a claim has there stays the claim's: a session may
+// compute on it all the while, and the claim's next one begins there when the GPU is found again.
+func TestGPUThatIsNotFoundOnceStaysItsClaims(t *testing.T) {
+	for _, began := range []bool{true, false} {
+		t.Run(fmt.Sprintf("session %t", began), func(t *testing.T) {
+			f := newFixture(t, filepath.Join(t.TempDir(), "state.json"), func(c *HostConfig) {
+				c.Config = config.Config{Version: 1, GPUs: []config.GPU{{ID: "nv", Library: "/libnv.so"}}}
+			})
+			defer f.close()
+			two := []*gpuctlv1.ProbedDevice{
+				{Index: 0, Name: "H200", PciAddress: "0000:19:00.0", Limits: &gpuctlv1.Limits{GlobalMemory: 1 << 30}},
+				{Index: 1, Name: "H200", PciAddress: "0000:3b:00.0", Limits: &gpuctlv1.Limits{GlobalMemory: 1 << 30}},
+			}
+			restart := func(there []*gpuctlv1.ProbedDevice) {
+				f.halt()
+				f.guest.Probes = map[string]*gpuctlv1.ProbeResponse{"/libnv.so": {Platform: "NVIDIA CUDA", Devices: there}}
+				f.start()
+			}
+			restart(two)
+			c := f.claim(&gpuctlv1.CreateClaimRequest{Expr: "id == 'nv-0'"})
+			if began {
+				if _, err := f.guest.Begin(c.GetToken(), 1, "x", 1<<20); err != nil {
+					t.Fatal(err)
+				}
+				if err := f.host.Resync(t.Context()); err != nil {
+					t.Fatal(err)
+				}
+			}
+			restart(two[1:])
+			if !f.host.Uses(c.GetClaim().GetId(), "nv-0") {
+				t.Error("the log is told that nothing uses it, and gives it to others")
+			}
+			restart(two)
+			if other := f.claim(&gpuctlv1.CreateClaimRequest{Expr: "id == 'nv-0'"}); other != nil {
+				t.Errorf("it has two owners: %v", f.owners()["nv-0"])
+			}
+			if _, err := f.ReleaseClaim(t.Context(), connect.NewRequest(&gpuctlv1.ReleaseClaimRequest{Claim: c.GetClaim().GetId()})); err != nil {
+				t.Fatal(err)
+			}
+			if !began && f.claim(&gpuctlv1.CreateClaimRequest{Expr: "id == 'nv-0'"}) == nil {
+				t.Error("it is not free after its claim has ended")
+			}
+		})
+	}
+}
