@@ -18,6 +18,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/inventory"
 	"github.com/gpuctl/gpuctl/internal/expr"
 	"github.com/gpuctl/gpuctl/internal/random"
+	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
 // Remote is whether a claim may be served by GPUs of other hosts.
@@ -154,6 +155,12 @@ func (h *Host) target(ctx context.Context, c *claim, p placement, amount uint64)
 	h.save()            // before the call: a lease that nobody knows would not be given back
 	h.mu.Unlock()
 	res, err := h.Cluster.Borrow(ctx, b.Host, h.request(b, c))
+	if reason.Is(err, reason.Stale) {
+		// The others took this host for down, and the log has lost what the claim had there.
+		if err = h.Cluster.Acquire(ctx, c.forCluster(nil), p.ids(), amount); err == nil {
+			res, err = h.Cluster.Borrow(ctx, b.Host, h.request(b, c))
+		}
+	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if err != nil {

@@ -3,8 +3,11 @@ package sessions
 import (
 	"context"
 	"crypto/rand"
+	"fmt"
 	"path/filepath"
+	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -35,6 +38,8 @@ type otherHost struct {
 	asked chan struct{} // gets something for each lease that is asked for
 	ended chan struct{} // gets something for each lease that is to end
 
+	lost atomic.Bool // the log has not assigned the GPU there
+
 	mu    sync.Mutex
 	lends chan struct{} // what is asked from now on is answered when it is closed
 }
@@ -60,9 +65,20 @@ func (o *otherHost) Borrow(ctx context.Context, _ string, _ *clusterv1.LendReque
 	if err := o.answer(ctx, o.asked); err != nil {
 		return nil, err
 	}
+	if o.lost.Load() {
+		return nil, fmt.Errorf("host there does not lend: %w", member.ErrNotAssigned)
+	}
 	peer := make([]byte, 32)
 	_, _ = rand.Read(peer)
 	return &clusterv1.LendResponse{Addresses: []string{"there:7651"}, Token: peer, CertificateSha256: peer, Limits: farLimits()}, nil
+}
+
+func (o *otherHost) Acquire(ctx context.Context, c *clusterv1.Claim, gpus []string, amount uint64) error {
+	if slices.Contains(gpus, farGPU) {
+		o.lost.Store(false)
+		return nil
+	}
+	return o.Node.Acquire(ctx, c, gpus, amount)
 }
 
 func (o *otherHost) GiveBack(ctx context.Context, _, _ string) error { return o.answer(ctx, o.ended) }
@@ -418,4 +434,21 @@ func TestHostThatDoesNotAnswerKeepsNoOtherFromStarting(t *testing.T) {
 		}
 		return testkit.Want(false)
 	})
+}
+
+// A host was away for longer than its leases live. The hosts that lend have told the log that its claims have left
+// their GPUs, and nobody binds such a claim again: the host that manages it has to.
+func TestClaimGetsBackWhatItLostWhileItsHostWasTakenForDown(t *testing.T) {
+	b := newBorrower(t)
+	b.abroad()
+	b.host.mu.Lock()
+	old := b.host.borrowed[b.c.Lease]
+	b.host.mu.Unlock()
+	b.other.lost.Store(true)
+	b.host.renewOne(t.Context(), b.c, old)
+	b.host.mu.Lock()
+	defer b.host.mu.Unlock()
+	if b.c.Lease == old.ID {
+		t.Error("its next session begins with a lease that is over")
+	}
 }
