@@ -469,3 +469,39 @@ func TestRecordAfterARestart(t *testing.T) {
 	wait("m2", failed)
 	wait("m3", running)
 }
+
+// A host that was taken for down gets back what its claim had elsewhere: its claim is pending, and nobody else binds it.
+func TestAClaimThatLostItsGPUElsewhereGetsItAgain(t *testing.T) {
+	t.Parallel()
+	ctx := testkit.Context(t)
+	ms := cluster(ctx, t, "a", "b")
+	a, b := ms[0], ms[1]
+	claim := &clusterv1.Claim{Id: "s", Remote: clusterv1.Remote_REMOTE_ALLOWED}
+	a.host.do(func() { a.host.claims["s"], a.host.uses["s"] = true, []string{"b/g0"} })
+	if err := a.Acquire(ctx, claim, []string{"b/g0"}, 0); err != nil {
+		t.Fatal(err)
+	}
+	first, err := a.TokenOf(ctx, "s")
+	if err != nil {
+		t.Fatal(err)
+	}
+	m := b.member()
+	var words []*clusterv1.Confirmation
+	for as := range a.View().AssignmentsOfClaim("s") {
+		words = append(words, &clusterv1.Confirmation{Assignment: as.GetId(), Token: as.GetToken(), Gone: true})
+	}
+	if _, err := m.propose(ctx, &clusterv1.Command{Op: &clusterv1.Command_ConfirmAssignments{ // as for an orphan
+		ConfirmAssignments: &clusterv1.ConfirmAssignments{Host: m.Host, Confirmations: words},
+	}}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := a.TokenOf(ctx, "s"); !errors.Is(err, ErrNotAssigned) {
+		t.Fatalf("it has lost nothing: %v", err)
+	}
+	if err := a.Acquire(ctx, claim, []string{"b/g0"}, 0); err != nil {
+		t.Fatal(err)
+	}
+	if again, err := a.TokenOf(ctx, "s"); err != nil || again <= first {
+		t.Errorf("token %d, it was %d: %v", again, first, err)
+	}
+}
