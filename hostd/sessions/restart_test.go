@@ -20,23 +20,32 @@ import (
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
-// A VM has a card when hostd is restarted: the runtime numbers those that are left anew.
-func TestCardKeepsItsNameOverARestartOfHostd(t *testing.T) {
-	f := newFixture(t, filepath.Join(t.TempDir(), "state.json"), func(c *HostConfig) {
+// withTwoCards returns a host whose runtime finds the cards that restart is given: at first none.
+func withTwoCards(t *testing.T) (f *fixture, two []*gpuctlv1.ProbedDevice, restart func(there []*gpuctlv1.ProbedDevice)) {
+	t.Helper()
+	f = newFixture(t, filepath.Join(t.TempDir(), "state.json"), func(c *HostConfig) {
 		c.Config = config.Config{Version: 1, GPUs: []config.GPU{{ID: "nv", Library: "/libnv.so"}}}
 	})
-	defer f.close()
-	two := []*gpuctlv1.ProbedDevice{
+	two = []*gpuctlv1.ProbedDevice{
 		{Index: 0, Name: "H200", PciAddress: "0000:19:00.0", Limits: &gpuctlv1.Limits{GlobalMemory: 1 << 30}},
 		{Index: 1, Name: "H200", PciAddress: "0000:3b:00.0", Limits: &gpuctlv1.Limits{GlobalMemory: 1 << 30}},
 	}
+	return f, two, func(there []*gpuctlv1.ProbedDevice) {
+		f.halt()
+		f.guest.Probes = map[string]*gpuctlv1.ProbeResponse{"/libnv.so": {Platform: "NVIDIA CUDA", Devices: there}}
+		f.start()
+	}
+}
+
+// A VM has a card when hostd is restarted: the runtime numbers those that are left anew.
+func TestCardKeepsItsNameOverARestartOfHostd(t *testing.T) {
+	f, two, restart := withTwoCards(t)
+	defer f.close()
 	for _, c := range []struct {
 		there []*gpuctlv1.ProbedDevice
 		want  string
 	}{{two, "nv-0 nv-1"}, {two[1:], "nv-1"}} {
-		f.halt()
-		f.guest.Probes = map[string]*gpuctlv1.ProbeResponse{"/libnv.so": {Platform: "NVIDIA CUDA", Devices: c.there}}
-		f.start()
+		restart(c.there)
 		var ids []string
 		for _, g := range f.host.gpus {
 			ids = append(ids, g.GetId())
@@ -231,19 +240,8 @@ func TestSourceOfAnOlderHostdsOperationIsThatOfItsRecord(t *testing.T) {
 func TestGPUThatIsNotFoundOnceStaysItsClaims(t *testing.T) {
 	for _, began := range []bool{true, false} {
 		t.Run(fmt.Sprintf("session %t", began), func(t *testing.T) {
-			f := newFixture(t, filepath.Join(t.TempDir(), "state.json"), func(c *HostConfig) {
-				c.Config = config.Config{Version: 1, GPUs: []config.GPU{{ID: "nv", Library: "/libnv.so"}}}
-			})
+			f, two, restart := withTwoCards(t)
 			defer f.close()
-			two := []*gpuctlv1.ProbedDevice{
-				{Index: 0, Name: "H200", PciAddress: "0000:19:00.0", Limits: &gpuctlv1.Limits{GlobalMemory: 1 << 30}},
-				{Index: 1, Name: "H200", PciAddress: "0000:3b:00.0", Limits: &gpuctlv1.Limits{GlobalMemory: 1 << 30}},
-			}
-			restart := func(there []*gpuctlv1.ProbedDevice) {
-				f.halt()
-				f.guest.Probes = map[string]*gpuctlv1.ProbeResponse{"/libnv.so": {Platform: "NVIDIA CUDA", Devices: there}}
-				f.start()
-			}
 			restart(two)
 			c := f.claim(&gpuctlv1.CreateClaimRequest{Expr: "id == 'nv-0'"})
 			if began {

@@ -28,17 +28,20 @@ type Near struct {
 	Dial func(ctx context.Context, address string) (io.ReadWriteCloser, error)
 	Log  *slog.Logger
 
-	mu   sync.Mutex
-	open int
-	of   map[uint32]int // by user
+	places *unixrpc.Places
 }
 
 // mostOfUser is how many connections a user may have who is neither root nor this process's: a
 // session's executor has a user of its own, and some connections.
 const mostOfUser = 64
 
+func nearPlaces() *unixrpc.Places {
+	return &unixrpc.Places{Self: uint32(os.Geteuid()), Each: mostOfUser, All: mostJoined}
+}
+
 // Serve accepts programs' connections until ctx ends, and returns when all of them have ended.
 func (n *Near) Serve(ctx context.Context, l *net.UnixListener) error {
+	n.places = nearPlaces()
 	return serve(ctx, l, n.Log, func(conn *net.UnixConn) error { return n.program(ctx, conn) }, func() {})
 }
 
@@ -50,10 +53,10 @@ func (n *Near) program(ctx context.Context, conn *net.UnixConn) error {
 	if !n.May(peer.UID) { // before it takes a place
 		return fmt.Errorf("user %d may not connect so", peer.UID)
 	}
-	if err := n.enter(peer.UID); err != nil {
+	if err := n.places.Take(peer.UID, peer.UID); err != nil {
 		return err
 	}
-	defer n.leave(peer.UID)
+	defer n.places.Give(peer.UID)
 	_ = conn.SetDeadline(time.Now().Add(headFor))
 	w, err := readHead(conn)
 	if err == nil {
@@ -73,33 +76,6 @@ func (n *Near) program(ctx context.Context, conn *net.UnixConn) error {
 	}
 	both(ctx, conn, out)
 	return nil
-}
-
-// enter gives a user's connection a place.
-func (n *Near) enter(uid uint32) error {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	switch {
-	case n.open >= mostJoined:
-		return errFull
-	case n.of[uid] >= mostOfUser && uid != 0 && int(uid) != os.Geteuid():
-		return fmt.Errorf("user %d has %d connections already", uid, mostOfUser)
-	}
-	if n.of == nil {
-		n.of = map[uint32]int{}
-	}
-	n.open++
-	n.of[uid]++
-	return nil
-}
-
-func (n *Near) leave(uid uint32) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	n.open--
-	if n.of[uid]--; n.of[uid] == 0 {
-		delete(n.of, uid)
-	}
 }
 
 // dial connects to an address, and sends what is first.

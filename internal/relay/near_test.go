@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/gpuctl/gpuctl/internal/testkit"
+	"github.com/gpuctl/gpuctl/internal/unixrpc"
 )
 
 func quiet() *slog.Logger { return slog.New(slog.DiscardHandler) }
@@ -128,25 +129,22 @@ func TestNearGivesStrangersNoPlace(t *testing.T) {
 
 // One session's executor keeps no place of the others'.
 func TestNearGivesAUserFewConnections(t *testing.T) {
-	n, self := &Near{}, uint32(os.Geteuid())
+	n, self := nearPlaces(), uint32(os.Geteuid())
 	user := self + 1
 	for i := range mostJoined {
-		if err := n.enter(user); (err == nil) != (i < mostOfUser) {
+		if err := n.Take(user, user); (err == nil) != (i < mostOfUser) {
 			t.Fatalf("connection %d: %v", i, err)
 		}
 	}
 	for range mostOfUser {
-		n.leave(user)
-	}
-	if len(n.of) != 0 || n.open != 0 {
-		t.Errorf("%v, %d of all", n.of, n.open)
+		n.Give(user)
 	}
 	for i := range mostJoined + 1 {
-		if err := n.enter(self); (err == nil) != (i < mostJoined) {
+		if err := n.Take(self, self); (err == nil) != (i < mostJoined) {
 			t.Fatalf("connection %d of this process's user: %v", i, err)
 		}
 	}
-	if err := n.enter(user); !errors.Is(err, errFull) {
+	if err := n.Take(user, user); !errors.Is(err, unixrpc.ErrFull) {
 		t.Error(err)
 	}
 }

@@ -199,11 +199,11 @@ func joinLooking(a, b io.ReadWriteCloser, every time.Duration) {
 	go one(b, a)
 	look := time.NewTicker(every)
 	defer look.Stop()
-	over := false
-	for gone := 0; !over && gone < 2; {
+	left := 2 // copiers
+	for gone := 0; left == 2 && gone < 2; {
 		select {
 		case <-ended:
-			over = true
+			left--
 		case <-look.C:
 			if gone++; !hungUp(a) && !hungUp(b) {
 				gone = 0
@@ -212,8 +212,7 @@ func joinLooking(a, b io.ReadWriteCloser, every time.Duration) {
 	}
 	_ = a.Close()
 	_ = b.Close()
-	<-ended
-	if !over {
+	for range left {
 		<-ended
 	}
 }

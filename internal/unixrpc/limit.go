@@ -23,21 +23,21 @@ func Limit(l net.Listener, self uint32, each, all int, whose func(uint32) uint32
 	if whose == nil {
 		whose = func(uid uint32) uint32 { return uid }
 	}
-	return &limited{Listener: l, self: self, each: each, all: all, whose: whose, refused: onRefused, by: map[uint32]int{}, pacer: pace.New(readsPerSecond, readsAtOnce)}
+	return &limited{Listener: l, places: placesOf(self, each, all), whose: whose, refused: onRefused, pacer: pace.New(readsPerSecond, readsAtOnce)}
+}
+
+// placesOf reserves the last quarter for root and the server's own user.
+func placesOf(self uint32, each, all int) *Places {
+	return &Places{Self: self, Each: each, All: all, Kept: all / 4}
 }
 
 type limited struct {
 	net.Listener
 
-	self      uint32
-	each, all int
-	whose     func(uint32) uint32
-	refused   func(Peer)
-	pacer     *pace.Pacer
-
-	mu    sync.Mutex
-	by    map[uint32]int
-	total int
+	places  *Places
+	whose   func(uint32) uint32
+	refused func(Peer)
+	pacer   *pace.Pacer
 }
 
 // Accept waits for the next connection within the limits.
@@ -60,47 +60,28 @@ func (l *limited) Accept() (net.Conn, error) {
 	}
 }
 
+// take counts a connection of a user. It returns for whom, if it is within the limits.
+func (l *limited) take(uid uint32) (by uint32, ok bool) {
+	by = l.whose(uid)
+	return by, l.places.Take(uid, by) == nil
+}
+
 // count counts a connection until it is closed.
 func (l *limited) count(c net.Conn, uid, by uint32) net.Conn {
 	conn, ok := c.(*net.UnixConn)
 	if !ok {
-		l.give(by)
+		l.places.Give(by)
 		return c
 	}
-	return &counted{UnixConn: conn, flow: l.flow(uid, by), done: func() { l.give(by) }}
+	return &counted{UnixConn: conn, flow: l.flow(uid, by), done: func() { l.places.Give(by) }}
 }
-
-func (l *limited) trusts(uid uint32) bool { return uid == 0 || uid == l.self }
 
 // flow returns the limit for reading a user's connections; nil: none.
 func (l *limited) flow(uid, by uint32) *pace.Flow {
-	if l.trusts(uid) {
+	if l.places.trusts(uid) {
 		return nil
 	}
 	return l.pacer.Flow(strconv.FormatUint(uint64(by), 10))
-}
-
-// take counts a connection of a user. It returns for whom, if it is within the limits.
-func (l *limited) take(uid uint32) (by uint32, ok bool) {
-	by = l.whose(uid)
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	// The last quarter is reserved for root and the server's own user.
-	if !l.trusts(uid) && (l.by[by] >= l.each || l.total >= l.all-l.all/4) || l.total >= l.all {
-		return by, false
-	}
-	l.by[by]++
-	l.total++
-	return by, true
-}
-
-func (l *limited) give(uid uint32) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.total--
-	if l.by[uid]--; l.by[uid] == 0 {
-		delete(l.by, uid)
-	}
 }
 
 // counted is a connection that is counted until it is closed.

@@ -19,7 +19,7 @@ func TestOneUserCannotHoldAllConnections(t *testing.T) {
 		}
 		return uid
 	}
-	l := &limited{self: 7, each: 4, all: 16, whose: whose, by: map[uint32]int{}}
+	l := &limited{places: placesOf(7, 4, 16), whose: whose}
 	took := func(uid uint32, n int) (taken int) {
 		for range n {
 			if _, ok := l.take(uid); ok {
@@ -46,13 +46,13 @@ func TestOneUserCannotHoldAllConnections(t *testing.T) {
 			t.Errorf("uid %d: %d of %d, want %d", c.uid, got, c.ask, c.want)
 		}
 	}
-	l.give(1000)
-	l.give(7)
+	l.places.Give(1000)
+	l.places.Give(7)
 	if got := took(1001, 1) + took(1003, 3); got != 0 {
 		t.Errorf("%d into the part that is root's", got)
 	}
-	if l.total != 14 {
-		t.Errorf("%d are counted", l.total)
+	if l.places.total != 14 {
+		t.Errorf("%d are counted", l.places.total)
 	}
 }
 
@@ -62,7 +62,7 @@ func TestOneUserWhoSendsWithoutEndIsReadAtAPace(t *testing.T) {
 		t.Fatal(err)
 	}
 	const rate, atOnce, reads = 20, 5, 15
-	l := &limited{Listener: inner, self: 7, each: 4, all: 16, whose: func(uid uint32) uint32 { return uid }, by: map[uint32]int{}, pacer: pace.New(rate, atOnce)}
+	l := &limited{Listener: inner, places: placesOf(7, 4, 16), whose: func(uid uint32) uint32 { return uid }, pacer: pace.New(rate, atOnce)}
 	defer l.Close()
 	took := func(uid uint32) time.Duration {
 		client, err := net.Dial("unix", inner.Addr().String())
@@ -111,7 +111,7 @@ func TestConnectionsAreCountedUntilTheyAreClosed(t *testing.T) {
 	l := Limit(inner, self+1, 1, 1, nil, func(p Peer) { refused <- p }) // root, too, is bounded by the whole
 	defer l.Close()
 	if self != 0 {
-		l.(*limited).all = 4
+		l.(*limited).places = placesOf(self+1, 1, 4)
 	}
 	accepted := make(chan net.Conn, 8)
 	go func() {

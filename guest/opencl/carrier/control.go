@@ -182,13 +182,12 @@ func (k *controller) Freeze(ctx context.Context, r *connect.Request[gpuctlv1.Fre
 	// A reader that can't send, as the connection is broken, does not keep the caller.
 	c.gate.close(c.ring.WakeReader, func() bool { return c.over() || ctx.Err() != nil })
 	resp, last, err := c.freezeFar(ctx, r.Msg)
-	switch {
-	case connect.CodeOf(err) == connect.CodeFailedPrecondition:
-		c.gate.open()
-	case err != nil: // it may be frozen, or the request still be under way
-		c.unsure.Store(r.Msg.Freeze)
-	}
 	if err != nil {
+		if connect.CodeOf(err) == connect.CodeFailedPrecondition {
+			c.gate.open()
+		} else { // it may be frozen, or the request still be under way
+			c.unsure.Store(r.Msg.Freeze)
+		}
 		return nil, err
 	}
 	c.frozen.Store(true)

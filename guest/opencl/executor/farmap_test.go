@@ -89,6 +89,24 @@ func TestRestoredMappingsThatAreYetToRunCome(t *testing.T) {
 	}
 }
 
+// withMappings returns a session that has a buffer with three regions mapped for writing, 64 KiB each, and
+// calls that are parked.
+func withMappings(f *farEnd, parked ...*parkedCall) *session {
+	m := &mem{id: wire.FirstID, size: 1 << 20, maps: map[uint32]*mapping{}}
+	for id := range uint32(3) {
+		m.maps[id] = &mapping{ID: id, Flags: cl.MapWrite, At: uint64(id) << 16, Size: 1 << 16}
+	}
+	s := &session{
+		far: f, log: slog.New(slog.DiscardHandler), objs: make([]any, wire.FirstID+1), serials: make([]uint64, wire.FirstID+1), parked: parked,
+	}
+	s.objs[wire.FirstID] = m
+	return s
+}
+
+func park(m wire.Request, op wire.Op) *parkedCall {
+	return &parkedCall{call: call{op, wire.NoSlot, m.Append(nil)}}
+}
+
 // A request to unmap that is parked was read before the swap. The next carrier does not see it, so
 // it is not told of the mapping: it would take it for one that never ends.
 func TestRestoredMappingsThatAreYetToEndAreNotTold(t *testing.T) {
@@ -104,23 +122,11 @@ func TestRestoredMappingsThatAreYetToEndAreNotTold(t *testing.T) {
 		told[m.ID] = true
 		return err
 	})
-
-	m := &mem{id: wire.FirstID, size: 1 << 20, maps: map[uint32]*mapping{}}
-	for id := range uint32(3) {
-		m.maps[id] = &mapping{ID: id, Flags: cl.MapWrite, At: uint64(id) << 16, Size: 1 << 16}
-	}
-	park := func(m wire.Request, op wire.Op) *parkedCall {
-		return &parkedCall{call: call{op, wire.NoSlot, m.Append(nil)}}
-	}
-	s := &session{
-		far: f, log: slog.New(slog.DiscardHandler), objs: make([]any, wire.FirstID+1), serials: make([]uint64, wire.FirstID+1),
-		parked: []*parkedCall{
-			park(&wire.Unmap{Mem: wire.FirstID, Map: 1}, wire.OpUnmap),
-			park(&wire.MapBuffer{Mem: wire.FirstID, Map: 2, Flags: cl.MapWrite}, wire.OpMapBuffer),
-			park(&wire.Unmap{Mem: wire.FirstID, Map: 2}, wire.OpUnmap),
-		},
-	}
-	s.objs[wire.FirstID] = m
+	s := withMappings(f,
+		park(&wire.Unmap{Mem: wire.FirstID, Map: 1}, wire.OpUnmap),
+		park(&wire.MapBuffer{Mem: wire.FirstID, Map: 2, Flags: cl.MapWrite}, wire.OpMapBuffer),
+		park(&wire.Unmap{Mem: wire.FirstID, Map: 2}, wire.OpUnmap),
+	)
 	s.mu.Lock()
 	s.tellMaps()
 	s.mu.Unlock()
@@ -155,24 +161,13 @@ func TestWritesFromRegionsThatAreToBeShownAreNotFetched(t *testing.T) {
 		}
 		return nil
 	})
-	m := &mem{id: wire.FirstID, size: 1 << 20, maps: map[uint32]*mapping{}}
-	for id := range uint32(3) {
-		m.maps[id] = &mapping{ID: id, Flags: cl.MapWrite, At: uint64(id) << 16, Size: 1 << 16}
-	}
-	park := func(m wire.Request, op wire.Op) *parkedCall {
-		return &parkedCall{call: call{op, wire.NoSlot, m.Append(nil)}}
-	}
 	from := func(at uint64) *parkedCall {
 		return park(&wire.WriteBuffer{Mem: wire.FirstID + 1, Size: 4096, Mode: wire.DataStaged, StageOff: at, StageLen: 4096}, wire.OpWriteBuffer)
 	}
-	s := &session{
-		far: f, log: slog.New(slog.DiscardHandler), objs: make([]any, wire.FirstID+1), serials: make([]uint64, wire.FirstID+1),
-		parked: []*parkedCall{
-			park(&wire.MapBuffer{Mem: wire.FirstID, Map: 2, Flags: cl.MapWrite}, wire.OpMapBuffer),
-			from(1 << 16), from(2<<16 + 4096), from(farSplit),
-		},
-	}
-	s.objs[wire.FirstID] = m
+	s := withMappings(f,
+		park(&wire.MapBuffer{Mem: wire.FirstID, Map: 2, Flags: cl.MapWrite}, wire.OpMapBuffer),
+		from(1<<16), from(2<<16+4096), from(farSplit),
+	)
 	if err := f.own(testkit.Context(t), s); err != nil {
 		t.Fatal(err)
 	}
