@@ -30,3 +30,9 @@ func LockFolder(dir, name string) (*os.File, error) {
 	}
 	return nil, fmt.Errorf("lock %s: %w", dir, err)
 }
+
+// Scarce reports whether an error is for lack of descriptors or memory. Then nothing is known of
+// what was looked at.
+func Scarce(err error) bool {
+	return errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) || errors.Is(err, unix.ENOMEM)
+}

@@ -41,7 +41,7 @@ func (m *Manager) adoptAll() error {
 func (m *Manager) adopt(dir, id string) error {
 	log := m.log.With("session", id)
 	rec, err := readRecord(dir)
-	if scarce(err) {
+	if engine.Scarce(err) {
 		return fmt.Errorf("session %s: %w", id, err)
 	}
 	if err == nil && rec.ID != id {
@@ -89,7 +89,7 @@ func (m *Manager) adopt(dir, id string) error {
 			pids = append(pids, e.proc.PID())
 		}
 	}
-	if s.mem, err = findMemory(rec.Memory, pids...); scarce(err) {
+	if s.mem, err = findMemory(rec.Memory, pids...); engine.Scarce(err) {
 		s.app.close()
 		return fmt.Errorf("session %s: its memory: %w", id, err)
 	}
@@ -247,10 +247,14 @@ func (r *repair) try(ctx context.Context) error {
 }
 
 // end gives the session the state that the repair has found. With an error, the session is
-// lost.
+// lost; its operation stays in the journal until its executors have ended.
 func (r *repair) end(err error) {
 	s := r.s
-	r.rec.Op = nil
+	if err == nil {
+		r.rec.Op = nil
+	} else {
+		r.rec.Lost = err.Error()
+	}
 	s.mu.Lock()
 	s.rec, s.usage = r.rec, r.usage
 	s.op = nil // together with the state: whoever sees the state may begin the next operation
@@ -273,9 +277,11 @@ func (r *repair) end(err error) {
 func (r *repair) run(ctx context.Context) error {
 	s, op := r.s, r.s.rec.Op
 	switch {
+	case s.rec.Lost != "":
+		return errors.New(s.rec.Lost)
 	case op == nil, op.Kind == kindPlan, op.Kind == kindCreate:
 		if s.rec.SuspendedTo != "" {
-			return r.suspended(nil)
+			return r.suspended()
 		}
 		return r.alone(ctx)
 	case op.Kind == kindSuspend && s.rec.SuspendedTo == "": // the record does not say SUSPENDED yet
@@ -297,7 +303,7 @@ func (r *repair) run(ctx context.Context) error {
 		if r.switched() && r.other != nil {
 			return r.finishResume(ctx)
 		}
-		return r.suspended(op.Head)
+		return r.suspended()
 	case op.Kind == kindSwap:
 		return r.swap(ctx)
 	}
@@ -328,7 +334,14 @@ func (r *repair) suspend(ctx context.Context) error {
 	if op.Head != nil && s.mem.head() != *op.Head {
 		return errLost
 	}
-	return r.suspended(nil)
+	return r.suspended()
+}
+
+// begun reports whether the target of an operation that handed over has taken requests, or
+// answered those that waited: what it did is lost with it.
+func (r *repair) begun() bool {
+	op := r.s.rec.Op
+	return r.s.mem.head() != *op.Head || op.Other != nil && r.s.mem.serving() == op.Other.Generation
 }
 
 // switched reports whether the other executor of the journal owns the ring. The application
@@ -366,9 +379,8 @@ func (r *repair) swap(ctx context.Context) error {
 		}
 		r.rec.Current = s.rec.Current
 	}
-	// The target is dead. Go back to the source, unless the target has begun to serve: what
-	// it did then is lost.
-	if r.current == nil || s.mem.head() != *op.Head || s.mem.serving() == op.Other.Generation {
+	// The target is dead. Go back to the source.
+	if r.current == nil || r.begun() {
 		return errLost
 	}
 	s.mem.setOwner(r.current.gen)
@@ -387,7 +399,7 @@ func (r *repair) finishResume(ctx context.Context) error {
 	case err != nil:
 		s.log.Warn("finish the resume", "err", err)
 		r.rec.Current = s.rec.Current
-		return r.suspended(op.Head)
+		return r.suspended()
 	}
 	r.rec.SuspendedTo, r.rec.Away = "", nil
 	return ignore(s, s.dropSaved(to, ""))
@@ -437,15 +449,15 @@ func (r *repair) running(ctx context.Context, e *executor, target bool) error {
 	return nil
 }
 
-// suspended leaves the session without an executor. If head is not nil, a resume was in
-// progress, and its target must not have taken requests.
-func (r *repair) suspended(head *uint64) error {
+// suspended leaves the session without an executor. If a resume was in progress that had
+// handed over, its target must not have begun to serve.
+func (r *repair) suspended() error {
 	s := r.s
 	if err := errors.Join(leave(r.other), leave(r.current)); err != nil {
 		return err
 	}
-	if s.mem.owner() != r.rec.Current.Generation && head != nil {
-		if s.mem.head() != *head {
+	if op := s.rec.Op; op != nil && op.Kind == kindResume && op.Head != nil && s.mem.owner() != r.rec.Current.Generation {
+		if r.begun() {
 			return errLost
 		}
 		s.mem.setOwner(r.rec.Current.Generation)

@@ -7,6 +7,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gpuctl/gpuctl/guest/engine"
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
@@ -110,7 +111,7 @@ func findMemory(want [3]inode, pids ...int) (*memory, error) {
 			continue
 		}
 		fds, err := openDescriptors(pid)
-		if scarce(err) {
+		if engine.Scarce(err) {
 			m.close()
 			return nil, err
 		}
@@ -185,7 +186,7 @@ func openMemfd(fds *os.File, name string, want inode, i int) (*os.File, error) {
 }
 
 func onlyScarce(err error) error {
-	if scarce(err) {
+	if engine.Scarce(err) {
 		return err
 	}
 	return nil

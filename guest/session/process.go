@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gpuctl/gpuctl/guest/engine"
 	"github.com/gpuctl/gpuctl/internal/beneath"
 )
 
@@ -35,12 +36,6 @@ type Process interface {
 // ErrGone is returned for a process that has ended, or whose pid belongs to another process
 // now.
 var ErrGone = errors.New("process has ended")
-
-// scarce reports whether an error is for lack of descriptors or memory. Then nothing is known of
-// what was looked at.
-func scarce(err error) bool {
-	return errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) || errors.Is(err, unix.ENOMEM)
-}
 
 // process watches a process through a pidfd.
 type process struct {
@@ -67,7 +62,7 @@ func openProcess(pid int, start uint64, reap func() string) (*process, error) {
 	f := os.NewFile(uintptr(fd), "pid "+strconv.Itoa(pid))
 	// Read the time after the pidfd is open: then both are of the same process.
 	started, err := startTime(pid)
-	if scarce(err) {
+	if engine.Scarce(err) {
 		f.Close()
 		return nil, fmt.Errorf("look at pid %d: %w", pid, err)
 	}

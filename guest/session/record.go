@@ -51,6 +51,7 @@ type record struct {
 	Away        *awayRecord      `json:"away,omitempty"`       // the state that is to come back
 	FileOwner   *fileOwner       `json:"file_owner,omitempty"` // owner of the file that it is suspended to; nil: its executors' user
 	Op          *opRecord        `json:"op,omitempty"`
+	Lost        string           `json:"lost,omitempty"` // why the session is lost: it never goes on, also from a state that is still there
 	CacheSecret []byte           `json:"cache_secret,omitempty"`
 	Program     compiled.Program `json:"program,omitzero"`
 	Owner       string           `json:"owner,omitempty"` // whose share of its GPU the session uses

@@ -238,6 +238,9 @@ func (s *session) lose(why string) {
 	left := s.left()
 	killAll(left) // they must not touch the ring any more
 	s.log.Error("session lost", "err", why)
+	if err := s.update(func(r *record) { r.Lost = why }); err != nil {
+		s.log.Warn("journal", "err", err)
+	}
 	s.remember(why) // before the application knows: it may end at once, and who started it asks why
 	s.mem.setState(wire.StateLost)
 	if len(living(left)) == 0 {
@@ -268,7 +271,7 @@ func (s *session) lost(why string) {
 		return
 	}
 	s.settleBudget(nil)
-	if err := s.update(func(r *record) { r.Op = nil }); err != nil {
+	if err := s.update(func(r *record) { r.Op, r.Lost = nil, why }); err != nil {
 		s.log.Warn("journal", "err", err)
 	}
 	s.set(gpuctlv1.SessionState_SESSION_STATE_LOST, why)

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
-	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -88,37 +87,6 @@ func TestExecutorWhoseNumberAThreadHasIsGone(t *testing.T) {
 	}
 }
 
-// few leaves this process so many descriptors, until the end of f.
-func few(t *testing.T, left int, f func()) {
-	t.Helper()
-	var before unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &before); err != nil {
-		t.Fatal(err)
-	}
-	var fill []int
-	for most := 0; most < 1000; { // all numbers below that are taken
-		fd, err := unix.Open("/dev/null", unix.O_RDONLY|unix.O_CLOEXEC, 0)
-		if err != nil {
-			t.Fatal(err)
-		}
-		fill, most = append(fill, fd), fd
-	}
-	slices.Reverse(fill)
-	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: uint64(fill[0] + 1), Max: before.Max}); err != nil {
-		t.Fatal(err)
-	}
-	for _, fd := range fill[:left] {
-		_ = unix.Close(fd)
-	}
-	f()
-	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &before); err != nil {
-		t.Error(err)
-	}
-	for _, fd := range fill[left:] {
-		_ = unix.Close(fd)
-	}
-}
-
 // Out of descriptors, nobody knows what has ended. A gpuguest that starts then must not take a
 // session that runs for one that is over.
 func TestTakeOverWithoutDescriptorsDropsNoSession(t *testing.T) {
@@ -127,7 +95,7 @@ func TestTakeOverWithoutDescriptorsDropsNoSession(t *testing.T) {
 	refused := 0
 	for left := range 12 {
 		b.m.Close()
-		few(t, left, func() {
+		testkit.FewDescriptors(t, left, func() {
 			m := &Manager{cfg: Config{Dir: b.dir, Launcher: b.l}, log: b.m.log, sessions: map[string]*session{}, budgets: b.m.budgets, losses: b.m.losses}
 			m.sharing = newSharing(m, b.m.sharing.cfg)
 			m.ctx, m.cancel = context.WithCancel(context.Background())
