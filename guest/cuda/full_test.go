@@ -2,6 +2,7 @@ package cuda
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"os"
 	"path/filepath"
@@ -10,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // small mounts a small file system on the rig's run folder, and returns what fills it.
@@ -63,4 +65,42 @@ func TestNextGpuguestOnAFullDiskKeepsSuspendedSessions(t *testing.T) {
 	}
 	r.done(id, kindResume)
 	p.works()
+}
+
+// Out of descriptors, gpuguest does not know what a session is. It must not go on without it: one that
+// is suspended can't be adopted again.
+func TestTakeOverWithoutDescriptorsDropsNoSession(t *testing.T) {
+	r := newRig(t)
+	var all []*program
+	var ids []string
+	for range 6 {
+		p := r.start(nil)
+		all, ids = append(all, p), append(ids, r.adopt(p.pid))
+	}
+	r.m.Close()
+	refused := 0
+	for i := range 20 * 12 { // what is read takes descriptors beside those that watch what was read before
+		left := i % 12
+		m := &Manager{cfg: r.cfg, log: r.m.log, ask: r.m.ask, losses: r.m.losses, sessions: map[string]*session{}}
+		m.ctx, m.cancel = context.WithCancel(context.Background())
+		var err error
+		testkit.FewDescriptors(t, left, func() { err = m.takeOver() })
+		if err != nil {
+			refused++
+		}
+		for _, id := range ids {
+			if err == nil && m.sessions[id] == nil {
+				t.Errorf("with %d descriptors one was dropped", left)
+			}
+		}
+		m.cancel()
+		m.wg.Wait()
+	}
+	if refused == 0 {
+		t.Error("it was never out of descriptors")
+	}
+	r.open()
+	for _, p := range all {
+		p.works()
+	}
 }

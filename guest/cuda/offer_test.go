@@ -172,9 +172,9 @@ func TestHelperThatIsStoppedKeepsNoOtherUserOfItsOfferWaiting(t *testing.T) {
 	if err := r.m.Offer(t.Context(), offer); err != nil {
 		t.Fatal(err)
 	}
-	r.m.adoptAside(offered{bad.pid, 65533, offer})
+	r.m.adoptAside(offered{pid: bad.pid, uid: 65533, by: offer})
 	testkit.Until(t, "the helper is stopped", func() error { _, err := os.Stat(stopped); return err })
-	r.m.adoptAside(offered{good.pid, 65532, offer})
+	r.m.adoptAside(offered{pid: good.pid, uid: 65532, by: offer})
 	testkit.Until(t, "the other user's job is a session", func() error { return testkit.Want(len(r.m.list()) == 1, r.m.list()) })
 	if pid := int(r.m.list()[0].snapshot().GetPid()); pid != good.pid {
 		t.Errorf("process %d is one", pid)

@@ -204,11 +204,13 @@ func (m *Manager) loadOffers() (err error) {
 	return err
 }
 
-// adoptOffered looks for processes with an offer's token, as long as there are offers.
+// adoptOffered looks for processes with an offer's token, and for those that have joined the job of
+// a session, as long as there are offers or sessions.
 func (m *Manager) adoptOffered() {
+	asked := strangers{}
 	for pause := lookEvery; wait.For(m.ctx, pause) == nil; {
 		m.mu.Lock()
-		n := len(m.offers)
+		n := len(m.offers) + len(m.sessions)
 		m.mu.Unlock()
 		if n == 0 {
 			pause = lookEvery
@@ -220,45 +222,58 @@ func (m *Manager) adoptOffered() {
 		if err != nil {
 			m.log.Debug("look for offered processes", "err", err)
 		}
+		now := time.Now()
 		for _, o := range found {
+			if o.to != nil {
+				if o.to.new = asked.due(o.to.new, now); len(o.to.new) == 0 {
+					continue
+				}
+			}
 			m.adoptAside(o)
 		}
+		asked.forget(now)
 	}
 }
 
-// offered is a process with an offer's token.
+// offered is a process with an offer's token, or what belongs to a session.
 type offered struct {
 	pid int
 	uid uint32
 	by  *gpuctlv1.OfferRequest
+	to  *joining
 }
 
 // turn is what a job is adopted by. An offer may be for all users, as that of a VM is.
 type turn struct {
-	token string
+	token string // or a session
 	uid   uint32
 }
 
-// findOffered returns a process of each job of which one has an offer's token. The environment
-// that a process was started with does not change.
+// findOffered returns a process of each job of which one has an offer's token, and what belongs to
+// sessions. The environment that a process was started with does not change.
 func (m *Manager) findOffered() (found []offered, err error) {
 	l, err := m.cfg.Roots.Take(false)
 	if err != nil {
 		return nil, err
 	}
 	for _, j := range l.Jobs() {
-		for _, h := range j.Holders {
-			if m.sessionOf(h.PID, h.Start) != nil {
-				continue
-			}
+		s, others := m.parts(j)
+		to, by := &joining{s: s, root: j.Root}, (*gpuctlv1.OfferRequest)(nil)
+		for _, h := range others {
 			token := m.cfg.Roots.Variable(h.PID, tokenName) // without the lock, as it may take long
 			m.mu.Lock()
 			o := m.offers[token]
 			m.mu.Unlock()
-			if o != nil {
-				found = append(found, offered{h.PID, h.UID, o})
-				break
+			switch {
+			case s != nil && m.joins(s, o):
+				to.new = append(to.new, h)
+			case o != nil && by == nil:
+				by = o
+				found = append(found, offered{pid: h.PID, uid: h.UID, by: o})
 			}
+		}
+		if len(to.new) > 0 {
+			found = append(found, offered{to: to})
 		}
 	}
 	return found, nil
@@ -270,6 +285,9 @@ func (m *Manager) adoptAside(o offered) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	key := turn{o.by.GetToken(), o.uid}
+	if o.to != nil {
+		key.token = o.to.s.id // no token is one
+	}
 	if m.aside[key] {
 		return
 	}
@@ -285,6 +303,9 @@ func (m *Manager) adoptAside(o offered) {
 }
 
 func (m *Manager) adoptOffer(ctx context.Context, o offered) error {
+	if o.to != nil {
+		return m.grow(ctx, o.to)
+	}
 	resp, err := m.adopt(ctx, &gpuctlv1.AdoptRequest{Pid: uint32(o.pid)}, o.by)
 	for _, r := range resp.GetRefused() {
 		m.log.Debug("an offered process is no session yet", "pid", r.GetPid(), "reasons", r.GetReasons())

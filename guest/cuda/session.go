@@ -181,8 +181,7 @@ func gpusOf(c *machine, members []*member, had []gpu) []gpu {
 // watchAgain is how long it takes until processes are looked at again that could not be.
 const watchAgain = time.Second
 
-// watch waits for the end of the session's processes, and then ends the session. New members
-// are found before each operation; they are children of those that are watched.
+// watch waits for the end of the session's processes, and then ends the session.
 func (s *session) watch() {
 	said := false
 	for {

@@ -31,6 +31,9 @@ func (m *Manager) takeOver() error {
 			continue // a record that was not complete
 		}
 		rec, err := readRecord(m.cfg.Dir, id)
+		if engine.Scarce(err) {
+			return fmt.Errorf("session %s: %w", id, err) // it may be suspended, and could not be adopted again
+		}
 		if err != nil {
 			// Its processes are not touched: they can be adopted again if they run.
 			m.log.Error("a session's record can't be read; adopt its processes again", "session", id, "err", err)
