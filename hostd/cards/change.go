@@ -351,6 +351,9 @@ func (c *change) letGo(ctx context.Context, f pci.Address) error {
 // giveBack makes the card free again: it is reset, and its functions are returned to
 // their drivers.
 func (c *change) giveBack(ctx context.Context) error {
+	if c.assignment.Slice != nil && len(c.assignment.Functions) == 0 { // it was never made
+		return c.release(ctx)
+	}
 	if err := c.enter(resetting); err != nil {
 		return err
 	}

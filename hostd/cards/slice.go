@@ -105,7 +105,7 @@ func (a *cardAssignment) checkSlice() error {
 	switch {
 	case !vgpu.IsUUID(s.ID), s.Profile == "", len(a.Functions) > 1, s.Kind != vgpu.SRIOV && s.Kind != vgpu.Mdev && s.Kind != vgpu.Vendor:
 		return errors.New("an entry of a slice makes no sense")
-	case len(a.Functions) == 0 && a.Phase != cutting && a.Phase != returning:
+	case len(a.Functions) == 0 && a.Phase != cutting && a.Phase != returning && a.Phase != resetting: // the last was written by earlier versions
 		return fmt.Errorf("slice %s is %s and has no function", s.ID, a.Phase)
 	}
 	return nil

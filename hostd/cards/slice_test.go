@@ -638,6 +638,26 @@ func TestEndAtEveryCallOfSlices(t *testing.T) {
 	}
 }
 
+// hostd ends while it makes a slice's functions, and again while it removes them. What it writes
+// meanwhile is read by the next one.
+func TestEndWhileASliceThatWasNotMadeIsTakenBack(t *testing.T) {
+	w := newSliced(t, vgpu.SRIOV, 0)
+	w.crashAt = 2 // after the claim
+	if err := w.attachSlice("one", slicedGPU, "vf"); !errors.Is(err, errCrashed) {
+		t.Fatal(err)
+	}
+	w.restart()
+	w.crashAt = 1
+	if err := w.keeper.Reconcile(t.Context()); !errors.Is(err, errCrashed) {
+		t.Fatal(err)
+	}
+	w.restart()
+	w.settled()
+	if len(w.keeper.slices) > 0 {
+		t.Errorf("%v", w.keeper.slices)
+	}
+}
+
 // TestAnySequenceOfSlices does random things with slices and the card, and ends
 // hostd at random calls.
 func TestAnySequenceOfSlices(t *testing.T) {

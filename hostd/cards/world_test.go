@@ -196,6 +196,7 @@ func (w *world) call(do func() error) error {
 		return errCrashed
 	}
 	w.calls++
+	w.readable()
 	if w.calls == w.crashAt {
 		if w.after {
 			_ = do()
@@ -205,6 +206,19 @@ func (w *world) call(do func() error) error {
 		return errCrashed
 	}
 	return do()
+}
+
+// readable checks that hostd could begin anew with what is on disk now.
+func (w *world) readable() {
+	data, err := os.ReadFile(w.file())
+	if err == nil {
+		_, err = decodeRecord(data)
+	} else if errors.Is(err, os.ErrNotExist) {
+		err = nil
+	}
+	if err != nil {
+		w.t.Errorf("the record could not be read again: %v", err)
+	}
 }
 
 func (w *world) Take(_ context.Context, functions []pci.Address, driver string) error {
@@ -300,6 +314,7 @@ func (w *world) Owners(context.Context) (map[pci.Address]vm.VM, error) {
 	if w.crashed {
 		return nil, errCrashed
 	}
+	w.readable()
 	out := map[pci.Address]vm.VM{}
 	for f, uuid := range w.owner {
 		if uuid != "" {
