@@ -179,7 +179,7 @@ func (s *Stash) used() (n, unwritten uint64) {
 func (s *Stash) Room() (uint64, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.room()
+	return s.room(key{})
 }
 
 // Keeps reports whether this host keeps states at all.
@@ -191,12 +191,16 @@ func (s *Stash) Keeps() bool {
 	return err == nil && limit > 0
 }
 
-func (s *Stash) room() (uint64, error) {
+// room does the same for another state of a session. The one that is kept, which it replaces, does
+// not count: a session that has come back and is to leave again must not be refused for what it has
+// left behind. The file system must have room for both.
+func (s *Stash) room(k key) (uint64, error) {
 	used, unwritten := s.used()
 	limit, err := s.Limit(used)
 	if err != nil {
 		return 0, fmt.Errorf("stash: %w", err)
 	}
+	used -= s.states[k].Mark.Size
 	var st unix.Statfs_t
 	if err := unix.Statfs(s.Dir, &st); err != nil {
 		return 0, fmt.Errorf("stash: %w", err)
@@ -253,7 +257,7 @@ func (w *Writer) path(end string) string {
 // setAside reserves more bytes for a state. The caller holds s.mu. Errors may wrap
 // ErrFull.
 func (s *Stash) setAside(w *Writer, more uint64) error {
-	room, err := s.room()
+	room, err := s.room(key{w.state.Machine, w.state.Session})
 	if err != nil {
 		return err
 	}

@@ -379,3 +379,34 @@ func TestConcurrent(t *testing.T) {
 		t.Errorf("%d bytes, %d set aside", n, aside)
 	}
 }
+
+// A session whose state came back may have to leave again, as when a migration is taken back. What
+// it has left behind, which the new state replaces, must not keep it.
+func TestNewerStateOfASessionHasTheRoomOfTheOlder(t *testing.T) {
+	s := open(t, t.TempDir(), 10<<20)
+	old := keep(t, s, vm, "s-1", "m-1", "a1", 8<<20)
+	if _, err := s.Begin(vm, "s-2", "m-1", "b1", 8<<20); !errors.Is(err, ErrFull) {
+		t.Fatalf("of another session: %v", err)
+	}
+	w, err := s.Begin(vm, "s-1", "m-1", "a2", 8<<20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.Begin(vm, "s-2", "m-1", "b1", 1<<20); !errors.Is(err, ErrFull) {
+		t.Fatalf("of another session, beside both: %v", err)
+	}
+	if got, err := load(s, vm, "s-1"); err != nil || !bytes.Equal(got, old) {
+		t.Fatalf("the older one, before the newer one is complete: %v", err)
+	}
+	w.Abort()
+	if got, err := load(s, vm, "s-1"); err != nil || !bytes.Equal(got, old) {
+		t.Fatalf("the older one, after the newer one was given up: %v", err)
+	}
+	newer := keep(t, s, vm, "s-1", "m-1", "a3", 9<<20)
+	if got, err := load(s, vm, "s-1"); err != nil || !bytes.Equal(got, newer) {
+		t.Fatalf("the newer one: %v", err)
+	}
+	if _, err := s.Begin(vm, "s-1", "m-1", "a4", 11<<20); !errors.Is(err, ErrFull) {
+		t.Fatalf("more than is allowed: %v", err)
+	}
+}
