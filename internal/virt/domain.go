@@ -391,6 +391,24 @@ func (c *Client) Persistent(ctx context.Context, d Domain) (bool, error) {
 	})
 }
 
+// Autostart reports whether libvirt starts a domain when its host has booted. Only a domain with
+// a stored definition can have that.
+func (c *Client) Autostart(ctx context.Context, d Domain) (bool, error) {
+	return do(ctx, c, c.query("dominfo", d.Name), func(rpc *libvirt.Libvirt) (bool, error) {
+		n, err := rpc.DomainGetAutostart(d.raw())
+		return n == 1, err
+	})
+}
+
+// SetAutostart says whether it does.
+func (c *Client) SetAutostart(ctx context.Context, d Domain, on bool) error {
+	var n int32
+	if on {
+		n = 1
+	}
+	return done(ctx, c, c.change("autostart", d.Name), func(rpc *libvirt.Libvirt) error { return rpc.DomainSetAutostart(d.raw(), n) })
+}
+
 // FreeMemory returns how much memory the host can still give to domains, in bytes.
 func (c *Client) FreeMemory(ctx context.Context) (uint64, error) {
 	return do(ctx, c, c.query("freecell", ""), func(rpc *libvirt.Libvirt) (uint64, error) { return rpc.NodeGetFreeMemory() })

@@ -34,9 +34,11 @@ const (
 	procGetVersion      = 4
 	procCapabilities    = 7
 	procXML             = 14
+	procAutostart       = 15
 	procLookupName      = 23
 	procLookupUUID      = 24
 	procResume          = 28
+	procSetAutostart    = 29
 	procSuspend         = 34
 	procHostname        = 59
 	procAuthList        = 66
@@ -80,7 +82,7 @@ const (
 //	*  list of what follows   ?  what follows or nothing   ( )  group
 func shape(proc uint32) (string, bool) {
 	switch proc {
-	case procOpen, procResume, procSuspend, procAttach, procDetach, procAbort, procUndefine, procDestroy, procShutdown:
+	case procOpen, procResume, procSuspend, procAttach, procDetach, procAbort, procUndefine, procDestroy, procShutdown, procSetAutostart:
 		return "", true
 	case procGetType, procCapabilities, procXML, procHostname:
 		return "s", true
@@ -90,7 +92,7 @@ func shape(proc uint32) (string, bool) {
 		return shapeDomain, true
 	case procAuthList:
 		return "*i", true
-	case procAuthPolkit, procRegister, procIsPersistent, procCompareCPU, procCompareHyperCPU, procSnapshotNum:
+	case procAuthPolkit, procRegister, procIsPersistent, procAutostart, procCompareCPU, procCompareHyperCPU, procSnapshotNum:
 		return "i", true
 	case procCheckpoints:
 		return "*(s" + shapeDomain + ")i", true

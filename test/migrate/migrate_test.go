@@ -302,7 +302,7 @@ func (v traveller) goesCold(t *testing.T) {
 	from, to := v.movable(t)
 	d, err := from.virt.Lookup(v.ctx, "web")
 	if err == nil {
-		err = from.virt.Suspend(v.ctx, d)
+		err = errors.Join(from.virt.Suspend(v.ctx, d), from.virt.SetAutostart(v.ctx, d, true))
 	}
 	if err != nil {
 		t.Fatal(err)
@@ -322,6 +322,9 @@ func (v traveller) goesCold(t *testing.T) {
 	}
 	if kept, err := to.virt.Persistent(v.ctx, d); err != nil || !kept {
 		t.Errorf("its definition is gone: %v", err)
+	}
+	if boots, err := to.virt.Autostart(v.ctx, d); err != nil || boots {
+		t.Errorf("its autostart has gone along, or %v", err)
 	}
 	m := v.ended(t, to)
 	var names []string

@@ -16,7 +16,8 @@ const (
 	lookEvery    = 200 * time.Millisecond
 )
 
-// Stop ends a VM, which stays defined. Its card is reset and stays assigned to it.
+// Stop ends a VM, which stays defined. Its card is reset and stays assigned to it. Its autostart is
+// off until Start: the VM may run on another host when this one boots.
 func (l *Local) Stop(ctx context.Context, m *gpuctlv1.SiteMachine, gpu string) error {
 	free, err := l.alone(m)
 	if err != nil {
@@ -31,6 +32,9 @@ func (l *Local) Stop(ctx context.Context, m *gpuctlv1.SiteMachine, gpu string) e
 		if err := l.Keeper.Keep(ctx, vmOf(m), local(gpu), m.GetMigration()); err != nil {
 			return err
 		}
+	}
+	if err := l.stayOff(ctx, d); err != nil {
+		return err
 	}
 	if err := l.end(ctx, d, m); err != nil {
 		return err
@@ -50,6 +54,40 @@ func (l *Local) alone(m *gpuctlv1.SiteMachine) (end func(), err error) {
 		return nil, fmt.Errorf("%w: VM %s is just being started or stopped", migrate.ErrUnreachable, m.GetName())
 	}
 	return end, nil
+}
+
+// stayOff switches a VM's autostart off, if it can be kept that it was on.
+func (l *Local) stayOff(ctx context.Context, d virt.Domain) error {
+	if l.Fence == nil {
+		return nil
+	}
+	if stored, err := l.Client.Persistent(ctx, d); err != nil || !stored {
+		return err
+	}
+	on, err := l.Client.Autostart(ctx, d)
+	if err != nil || !on {
+		return err
+	}
+	if err := l.Fence.Autostart(d.UUID.String(), true); err != nil {
+		return err
+	}
+	return l.Client.SetAutostart(ctx, d, false)
+}
+
+// mayBoot switches the autostart of a VM that is started here on again, if stayOff has switched it
+// off.
+func (l *Local) mayBoot(ctx context.Context, d virt.Domain) {
+	uuid := d.UUID.String()
+	if !l.Fence.Autostarts(uuid) {
+		return
+	}
+	err := l.Client.SetAutostart(ctx, d, true)
+	if err == nil {
+		err = l.Fence.Autostart(uuid, false)
+	}
+	if err != nil {
+		l.Log.Warn("a VM's autostart, which a migration has switched off, is not on again: virsh autostart "+d.Name, "machine", d.Name, "err", err)
+	}
 }
 
 // end shuts a VM down. If the VM does not do so within shutdownTime, end destroys it, unless its
@@ -111,6 +149,7 @@ func (l *Local) Start(ctx context.Context, m *gpuctlv1.SiteMachine, gpu string, 
 			return err
 		}
 	}
+	l.mayBoot(ctx, d)
 	if gpu == "" {
 		return nil
 	}
@@ -174,7 +213,7 @@ func (l *Local) Undefine(ctx context.Context, m *gpuctlv1.SiteMachine) error {
 	defer free()
 	d, err := l.domain(ctx, m.GetUuid())
 	if errors.Is(err, virt.ErrNotFound) {
-		return nil
+		return l.Fence.Autostart(m.GetUuid(), false)
 	}
 	if err != nil {
 		return err
@@ -186,5 +225,8 @@ func (l *Local) Undefine(ctx context.Context, m *gpuctlv1.SiteMachine) error {
 	if state.Active() {
 		return fmt.Errorf("VM %s runs on host %s: its definition stays", d.Name, l.Name)
 	}
-	return l.Client.Undefine(ctx, d)
+	if err := l.Client.Undefine(ctx, d); err != nil {
+		return err
+	}
+	return l.Fence.Autostart(m.GetUuid(), false)
 }

@@ -39,6 +39,9 @@ type fenceFile struct {
 	// Withdrawn has the token of the last migration, by the VM's UUID, of which a definition
 	// that it had left here is gone.
 	Withdrawn map[string]uint64 `json:"withdrawn,omitempty"`
+	// Autostart has the VMs, by UUID, whose autostart on this host was switched off when a
+	// migration stopped them.
+	Autostart map[string]bool `json:"autostart,omitempty"`
 }
 
 // mostFenced is the number of VMs whose tokens are kept. The lowest tokens are dropped
@@ -100,7 +103,7 @@ func (f *Fence) Admit(m *gpuctlv1.SiteMachine) error {
 // current returns what is kept of the cluster that this host is in now. The caller holds mu.
 func (f *Fence) current() fenceFile {
 	if id := f.cluster(); id != f.kept.Cluster {
-		return fenceFile{Cluster: id, Halted: f.kept.Halted}
+		return fenceFile{Cluster: id, Halted: f.kept.Halted, Autostart: f.kept.Autostart}
 	}
 	return f.kept
 }
@@ -186,6 +189,38 @@ func (f *Fence) Withdrawn(uuid string, token uint64) bool {
 	defer f.mu.Unlock()
 	gone, known := f.current().Withdrawn[uuid]
 	return known && gone >= token
+}
+
+// Autostart records that a VM's autostart on this host is to be switched on again, or that it is
+// not.
+func (f *Fence) Autostart(uuid string, again bool) error {
+	if f == nil || f.Autostarts(uuid) == again {
+		return nil
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	next := f.kept
+	next.Autostart = maps.Clone(next.Autostart)
+	if next.Autostart == nil {
+		next.Autostart = map[string]bool{}
+	}
+	if delete(next.Autostart, uuid); again {
+		next.Autostart[uuid] = true
+	}
+	if err := f.write(next); err != nil {
+		return fmt.Errorf("that VM %s has an autostart cannot be kept: %w", uuid, err)
+	}
+	return nil
+}
+
+// Autostarts reports whether a VM's autostart on this host is to be switched on again.
+func (f *Fence) Autostarts(uuid string) bool {
+	if f == nil {
+		return false
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.kept.Autostart[uuid]
 }
 
 func oldest(tokens map[string]uint64) string {

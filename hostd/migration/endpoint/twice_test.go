@@ -199,3 +199,61 @@ func TestVMIsNotSwitchedByADriverThatWasReplacedMeanwhile(t *testing.T) {
 		}
 	}
 }
+
+// A VM that is moved cold has its definition at its old host until all is done. When that host boots
+// meanwhile, as after a power failure, the VM may run on the other one.
+func TestStoppedVMIsNotStartedByTheBootOfItsHost(t *testing.T) {
+	_, v := libvirtd(t, "qemu")
+	d := run(t, v)
+	if err := errors.Join(v.SetAutostart(t.Context(), d, true), v.Suspend(t.Context(), d)); err != nil {
+		t.Fatal(err)
+	}
+	file, log := filepath.Join(t.TempDir(), "tokens.json"), slog.New(slog.DiscardHandler)
+	m := &gpuctlv1.SiteMachine{Uuid: lost, Name: "web", Migration: "m-1", Token: 7}
+	host := func() *Local { // as it is after a start of hostd
+		fence, err := OpenFence(file, func() string { return "c" })
+		if err != nil {
+			t.Fatal(err)
+		}
+		return &Local{Whereabouts: Whereabouts{Name: "h1", Client: v, Log: log}, Fence: fence, Guests: NewGuests(GuestsConfig{Log: log})}
+	}
+	boots := func(what string, want bool) {
+		t.Helper()
+		if on, err := v.Autostart(t.Context(), d); err != nil || on != want {
+			t.Fatalf("%s: autostart %v, %v", what, on, err)
+		}
+	}
+	for range 2 { // a driver repeats a call of which it has no answer
+		if err := host().Stop(t.Context(), m, ""); err != nil {
+			t.Fatal(err)
+		}
+		boots("stopped", false)
+	}
+	for range 2 {
+		if err := host().Start(t.Context(), m, "", false); err != nil {
+			t.Fatal(err)
+		}
+		boots("taken back", true)
+	}
+	if err := v.SetAutostart(t.Context(), d, false); err != nil {
+		t.Fatal(err)
+	}
+	for _, do := range []func(*Local) error{
+		func(l *Local) error { return v.Suspend(t.Context(), d) },
+		func(l *Local) error { return l.Stop(t.Context(), m, "") },
+		func(l *Local) error { return l.Start(t.Context(), m, "", false) },
+	} {
+		if err := do(host()); err != nil {
+			t.Fatal(err)
+		}
+		boots("of one that had none", false)
+	}
+	if err := errors.Join(v.SetAutostart(t.Context(), d, true), v.Suspend(t.Context(), d), host().Stop(t.Context(), m, ""), host().Undefine(t.Context(), m)); err != nil {
+		t.Fatal(err)
+	}
+	define(t, v) // it has come again, by another way
+	if err := host().Start(t.Context(), m, "", false); err != nil {
+		t.Fatal(err)
+	}
+	boots("with another definition", false)
+}

@@ -74,6 +74,7 @@ type domain struct {
 	devices []string // sources of the running domain's host devices
 	job     *job     // nil: none
 	arrives bool     // its source has failed
+	boots   bool     // autostart
 }
 
 // job is a migration that leaves. An abort ends it at once, except while the connection to the
@@ -537,12 +538,6 @@ func (s *Server) onDomain(call string, d *domain, r *reader, w *writer) *refusal
 		} else {
 			w.u32(0)
 		}
-	case "is persistent":
-		if d.config != "" {
-			w.u32(1)
-		} else {
-			w.u32(0)
-		}
 	case "start":
 		if active {
 			return refuse(55, "Requested operation is not valid: domain is already running")
@@ -571,21 +566,6 @@ func (s *Server) onDomain(call string, d *domain, r *reader, w *writer) *refusal
 		}
 		d.state = running
 		s.emit(d, 4, 0)
-	case "undefine":
-		if d.config == "" {
-			return refuse(55, "Requested operation is not valid: cannot undefine transient domain")
-		}
-		switch keeps := r.u32() == 8; {
-		case s.xen && keeps:
-			return refuse(8, "invalid argument: unsupported flags (0x8) in function libxlDomainUndefineFlags")
-		case !s.xen && strings.Contains(d.config, "</nvram>") && !keeps:
-			return refuse(55, "Requested operation is not valid: cannot undefine domain with nvram")
-		}
-		d.config = ""
-		s.emit(d, 1, 0)
-		if !active {
-			delete(s.domains, d.uuid)
-		}
 	case "attach-device", "detach-device":
 		return s.device(call == "attach-device", d, r.str(), r.u32())
 	case "snapshots", "checkpoints":
@@ -603,6 +583,8 @@ func (s *Server) onDomain(call string, d *domain, r *reader, w *writer) *refusal
 	case "migrate":
 		w.u32(0) // no cookie
 		return s.migrate(d, r.opt())
+	default:
+		return s.onDefinition(call, d, r, w)
 	}
 	return nil
 }

@@ -16,7 +16,7 @@ func procedures() map[uint32]string {
 		28: "resume", 34: "suspend", 59: "hostname", 66: "auth list", 102: "free memory", 151: "is persistent", 157: "version", 160: "attach-device",
 		161: "detach-device", 164: "domjobabort", 196: "start", 212: "domstate", 231: "undefine", 234: "destroy", 258: "shutdown",
 		273: "list", 298: "domjobinfo", 305: "migrate", 306: "finish", 316: "register", 350: "define",
-		187: "snapshots", 413: "checkpoints",
+		15: "autostart?", 29: "autostart", 187: "snapshots", 413: "checkpoints",
 	}
 }
 
