@@ -76,9 +76,16 @@ func openJournal(dir string, log *slog.Logger) (*journal, error) {
 
 // reopen opens the log from disk, and makes sure that its tail takes entries. After a
 // failed write, the tail is copied in any case, because a part of the write may be beyond
-// its end.
+// its end; or all of it, if the sync has failed. Raft writes other entries in its place.
 func (j *journal) reopen(failed bool) error {
-	if err := j.renew(failed); err != nil {
+	last := uint64(math.MaxUint64)
+	if failed && j.open != nil {
+		var err error
+		if last, err = j.open.LastIndex(); err != nil {
+			return fmt.Errorf("log %s: %w", j.dir, err)
+		}
+	}
+	if err := j.renew(failed, last); err != nil {
 		return err
 	}
 	return j.load()
@@ -112,10 +119,10 @@ type lasting struct{ *metadb.BoltMetaDB }
 // Close implements types.MetaStore. It does nothing: journal closes the store.
 func (lasting) Close() error { return nil }
 
-// renew copies the tail to a new segment if it takes no entries, or if force is set. The
+// renew copies the tail up to the entry last to a new segment if it takes no entries, or if force is set. The
 // metadata names the new file only when it is complete; until then, the old one is valid.
 // When the log is opened, files that the metadata does not name are removed.
-func (j *journal) renew(force bool) error {
+func (j *journal) renew(force bool, last uint64) error {
 	state, err := j.meta.Load(j.dir)
 	if err != nil {
 		return fmt.Errorf("log %s: %w", j.dir, err)
@@ -138,7 +145,7 @@ func (j *journal) renew(force bool) error {
 	if err != nil || !sealed && !force {
 		return err
 	}
-	entries, size, err := contents(from, old.MinIndex)
+	entries, size, err := contents(from, old.MinIndex, last)
 	if err != nil {
 		return fmt.Errorf("log %s: %w", j.dir, err)
 	}
@@ -162,12 +169,12 @@ func (j *journal) renew(force bool) error {
 	return nil
 }
 
-// contents returns the entries of a segment, and the size of a segment that can contain
-// them.
-func contents(from types.SegmentReader, first uint64) (entries []types.LogEntry, size uint32, err error) {
+// contents returns the entries of a segment up to the entry last, and the size of a segment that can
+// contain them.
+func contents(from types.SegmentReader, first, last uint64) (entries []types.LogEntry, size uint32, err error) {
 	const overhead = 32 // bytes of an entry's index and header; of the segment's header
 	size = overhead * 4
-	for i := first; ; i++ {
+	for i := first; i <= last; i++ {
 		buf, err := from.GetLog(i)
 		if errors.Is(err, types.ErrNotFound) {
 			return entries, size, nil
@@ -184,6 +191,7 @@ func contents(from types.SegmentReader, first uint64) (entries []types.LogEntry,
 			return nil, 0, fmt.Errorf("entry %d: %w", i, err)
 		}
 	}
+	return entries, size, nil
 }
 
 // write makes a segment with entries.

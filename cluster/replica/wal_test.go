@@ -254,6 +254,52 @@ func TestTornTail(t *testing.T) {
 	}
 }
 
+// A disk is found full when what was appended is synced. Raft takes that for not written, and has other
+// entries in its place later; what is in the file must not be in the way.
+func TestAppendWhoseSyncHasFailed(t *testing.T) {
+	for _, acked := range []uint64{0, 10} {
+		dir, other := t.TempDir(), t.TempDir()
+		j := open(t, dir)
+		store(t, j, 1, acked, 1, 100)
+		if err := os.CopyFS(other, os.DirFS(dir)); err != nil {
+			t.Fatal(err)
+		}
+		k := open(t, other)
+		store(t, k, acked+1, acked+3, 1, 100)
+		if err := k.Close(); err != nil {
+			t.Fatal(err)
+		}
+		files, err := filepath.Glob(filepath.Join(other, "*.wal"))
+		if err != nil || len(files) != 1 {
+			t.Fatal(files, err)
+		}
+		data, err := os.ReadFile(files[0])
+		if err != nil {
+			t.Fatal(err)
+		}
+		f, err := os.OpenFile(filepath.Join(dir, filepath.Base(files[0])), os.O_WRONLY, 0)
+		if err == nil {
+			_, err = f.Write(data)
+		}
+		if err := errors.Join(err, f.Close()); err != nil {
+			t.Fatal(err)
+		}
+		j.dirty = true // as after the error
+		store(t, j, acked+1, acked+2, 2, 200)
+		term := func(i uint64) uint64 {
+			if i > acked {
+				return 2
+			}
+			return 1
+		}
+		has(t, j, 1, acked+2, term)
+		if err := j.Close(); err != nil {
+			t.Fatal(err)
+		}
+		has(t, open(t, dir), 1, acked+2, term)
+	}
+}
+
 // TestKilled ends a process that appends, again and again.
 func TestKilled(t *testing.T) {
 	if dir := os.Getenv("GPUCTL_TEST_APPEND"); dir != "" {
