@@ -58,7 +58,8 @@ func TestVMWhoseMigrationIsBeingBegunIsLeaving(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	stream.Receive()
+	for stream.Receive() { // until the call has ended
+	}
 	if stream.Err() != nil || asked == 0 {
 		t.Errorf("asked %d times, %v", asked, stream.Err())
 	}
