@@ -90,7 +90,8 @@ func (s *session) join(c *machine, more []*member) (joined bool, err error) {
 		mb := *mb // who has it may read it without the lock
 		all = append(all, &mb)
 	}
-	s.rec.Members = append(all, more...)
+	all = append(all, more...)
+	s.rec.Members = all
 	s.rec.GPUs = gpusOf(c, s.rec.Members, before.GPUs)
 	if err := s.rec.write(s.m.cfg.Dir); err != nil {
 		s.rec = before
