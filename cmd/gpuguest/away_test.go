@@ -118,7 +118,7 @@ func (h *awayHost) deposit(ctx context.Context, id string, to *awayHost) error {
 }
 
 func (h *awayHost) thaw(ctx context.Context, id string) error {
-	return h.Thaw(ctx, awayUUID, h.Name+"/a", []string{id}, func(uint64, uint64, string) {})
+	return h.Thaw(ctx, &gpuctlv1.SiteMachine{Uuid: awayUUID}, h.Name+"/a", []string{id}, func(uint64, uint64, string) {})
 }
 
 // running returns the sessions that compute, as reported to the host.

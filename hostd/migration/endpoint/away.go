@@ -286,7 +286,7 @@ func (l *Local) deposit(ctx context.Context, m *gpuctlv1.SiteMachine, s *gpuctlv
 // Deposit makes sure that another host has a copy of each state that this one keeps for
 // the given sessions.
 func (l *Local) Deposit(ctx context.Context, r *gpuctlv1.SiteSessionsRequest, report migrate.Progress) error {
-	return l.each(ctx, r.GetMachine().GetUuid(), r.GetSessions(), isAway, func(_ *guest, s *gpuctlv1.Session, report migrate.Progress) error {
+	return l.each(ctx, r.GetMachine(), r.GetSessions(), isAway, func(_ *guest, s *gpuctlv1.Session, report migrate.Progress) error {
 		if s.GetState() != gpuctlv1.SessionState_SESSION_STATE_SUSPENDED || !isAway(s) {
 			return nil
 		}

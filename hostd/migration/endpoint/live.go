@@ -176,7 +176,7 @@ func (l *Local) swap(ctx context.Context, m *gpuctlv1.SiteMachine, sessions []st
 	times := timesOf(ctx, time.Duration(freeze)*time.Millisecond)
 	var mu sync.Mutex
 	together := func(*gpuctlv1.Session) bool { return false }
-	err = l.each(ctx, m.GetUuid(), sessions, together, func(o *guest, s *gpuctlv1.Session, report migrate.Progress) error {
+	err = l.each(ctx, m, sessions, together, func(o *guest, s *gpuctlv1.Session, report migrate.Progress) error {
 		if err := settled(s); err != nil {
 			return err
 		}

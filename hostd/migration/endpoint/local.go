@@ -296,9 +296,10 @@ func (l *Local) Sessions(ctx context.Context, uuid string) (*gpuctlv1.SiteSessio
 
 // each calls do for each of the given sessions that exist, several at a time. Sessions
 // for which alone is true are done one after the other, because they share one
-// connection.
-func (l *Local) each(ctx context.Context, uuid string, ids []string, alone func(*gpuctlv1.Session) bool, do func(o *guest, s *gpuctlv1.Session, report migrate.Progress) error, report migrate.Progress) error {
-	all, o, err := l.sessions(ctx, uuid)
+// connection. None is begun any more for a driver that was replaced meanwhile: the next one may have
+// taken the step back.
+func (l *Local) each(ctx context.Context, m *gpuctlv1.SiteMachine, ids []string, alone func(*gpuctlv1.Session) bool, do func(o *guest, s *gpuctlv1.Session, report migrate.Progress) error, report migrate.Progress) error {
+	all, o, err := l.sessions(ctx, m.GetUuid())
 	if err != nil {
 		return err
 	}
@@ -330,16 +331,19 @@ func (l *Local) each(ctx context.Context, uuid string, ids []string, alone func(
 				defer func() { <-places }()
 			}
 			var last uint64
-			err := do(o, s, func(d, _ uint64, waits string) {
-				done.Add(d - last)
-				last = d
-				if waits != "" {
-					waits = "session " + s.GetId() + ": " + waits
-				}
-				mu.Lock()
-				report(done.Load(), total.Load(), waits)
-				mu.Unlock()
-			})
+			err := l.Fence.Admit(m)
+			if err == nil {
+				err = do(o, s, func(d, _ uint64, waits string) {
+					done.Add(d - last)
+					last = d
+					if waits != "" {
+						waits = "session " + s.GetId() + ": " + waits
+					}
+					mu.Lock()
+					report(done.Load(), total.Load(), waits)
+					mu.Unlock()
+				})
+			}
 			if err != nil {
 				mu.Lock()
 				errs = append(errs, fmt.Errorf("session %s (%s): %w", s.GetId(), s.GetCommand(), err))
@@ -376,7 +380,7 @@ func settled(s *gpuctlv1.Session) error {
 func (l *Local) Freeze(ctx context.Context, r *gpuctlv1.SiteSessionsRequest, report migrate.Progress) error {
 	times := timesOf(ctx, time.Duration(r.GetFreezeTimeoutMs())*time.Millisecond)
 	leaves := func(s *gpuctlv1.Session) bool { return slices.Contains(r.GetAway(), s.GetId()) }
-	return l.each(ctx, r.GetMachine().GetUuid(), r.GetSessions(), leaves, func(o *guest, s *gpuctlv1.Session, report migrate.Progress) error {
+	return l.each(ctx, r.GetMachine(), r.GetSessions(), leaves, func(o *guest, s *gpuctlv1.Session, report migrate.Progress) error {
 		if err := settled(s); err != nil {
 			return err
 		}
@@ -426,7 +430,8 @@ func over(err error) error {
 var errEnded = errors.New("the application has ended")
 
 // Thaw resumes sessions on a card.
-func (l *Local) Thaw(ctx context.Context, uuid, gpu string, ids []string, report migrate.Progress) error {
+func (l *Local) Thaw(ctx context.Context, m *gpuctlv1.SiteMachine, gpu string, ids []string, report migrate.Progress) error {
+	uuid := m.GetUuid()
 	vendor, device, err := l.ids(ctx, gpu)
 	if err != nil {
 		return err
@@ -436,7 +441,7 @@ func (l *Local) Thaw(ctx context.Context, uuid, gpu string, ids []string, report
 		return err
 	}
 	times := timesOf(ctx, 0)
-	return l.each(ctx, uuid, ids, isAway, func(o *guest, s *gpuctlv1.Session, report migrate.Progress) error {
+	return l.each(ctx, m, ids, isAway, func(o *guest, s *gpuctlv1.Session, report migrate.Progress) error {
 		if err := settled(s); err != nil {
 			return err
 		}

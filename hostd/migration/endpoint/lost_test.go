@@ -2,8 +2,11 @@ package endpoint
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"log/slog"
 	"net/http"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -13,6 +16,7 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/guest/vm/channel"
 	"github.com/gpuctl/gpuctl/guest/vm/channel/channeltest"
+	"github.com/gpuctl/gpuctl/migrate"
 )
 
 // lossyVM is a VM in which sessions were lost. Nothing can be done with those that it still
@@ -23,6 +27,7 @@ type lossyVM struct {
 	t       *testing.T
 	console *channeltest.Console
 	list    *gpuctlv1.ListSessionsResponse
+	suspend func(session string) // nil: none is to be suspended
 }
 
 func (v *lossyVM) Channel(context.Context, string) (string, error) { return v.console.Socket(), nil }
@@ -31,7 +36,11 @@ func (v *lossyVM) ListSessions(context.Context, *connect.Request[gpuctlv1.ListSe
 	return connect.NewResponse(v.list), nil
 }
 
-func (v *lossyVM) Suspend(context.Context, *connect.Request[gpuctlv1.SuspendRequest], *connect.ServerStream[gpuctlv1.Progress]) error {
+func (v *lossyVM) Suspend(_ context.Context, req *connect.Request[gpuctlv1.SuspendRequest], _ *connect.ServerStream[gpuctlv1.Progress]) error {
+	if v.suspend != nil {
+		v.suspend(req.Msg.GetSession())
+		return connect.NewError(connect.CodeFailedPrecondition, errors.New("it does not freeze"))
+	}
 	v.t.Error("a lost session is suspended")
 	return nil
 }
@@ -115,5 +124,44 @@ func TestStepsAreDoneWithoutLostSessions(t *testing.T) {
 	}
 	if err := l.Deposit(t.Context(), &gpuctlv1.SiteSessionsRequest{Machine: machine, Sessions: []string{"s-1", "s-2"}, To: "h2"}, report); err != nil {
 		t.Errorf("deposit: %v", err)
+	}
+}
+
+// A driver that was replaced while it froze sessions freezes no more of them: the next one may have
+// thawed all and ended the migration, and nobody would thaw those that come after it.
+func TestReplacedDriverFreezesNoMoreSessions(t *testing.T) {
+	v := &lossyVM{t: t, list: &gpuctlv1.ListSessionsResponse{}}
+	r := &gpuctlv1.SiteSessionsRequest{Machine: &gpuctlv1.SiteMachine{Uuid: "vm", Migration: "m-1", Token: 7}}
+	for i := range mostAtOnce + 4 {
+		id := fmt.Sprint("s-", i)
+		v.list.Sessions = append(v.list.Sessions, &gpuctlv1.Session{Id: id, State: gpuctlv1.SessionState_SESSION_STATE_RUNNING})
+		r.Sessions = append(r.Sessions, id)
+	}
+	began, goOn := make(chan string, len(r.Sessions)), make(chan struct{})
+	v.suspend = func(session string) {
+		began <- session
+		<-goOn
+	}
+	l := v.serve()
+	var err error
+	if l.Fence, err = OpenFence(filepath.Join(t.TempDir(), "tokens.json"), func() string { return "c" }); err != nil {
+		t.Fatal(err)
+	}
+	over := make(chan error, 1)
+	go func() {
+		over <- (&Service{l}).step(r.GetMachine(), func() error { return l.Freeze(t.Context(), r, func(uint64, uint64, string) {}) })
+	}()
+	for range mostAtOnce {
+		<-began
+	}
+	if err := l.Fence.Admit(&gpuctlv1.SiteMachine{Uuid: "vm", Migration: "m-1", Token: 8}); err != nil {
+		t.Fatal(err)
+	}
+	close(goOn)
+	if err := <-over; !errors.Is(err, migrate.ErrStale) {
+		t.Errorf("%v", err)
+	}
+	if len(began) > 0 {
+		t.Errorf("%d more were frozen", len(began))
 	}
 }

@@ -301,6 +301,6 @@ func (s *Service) Freeze(ctx context.Context, req *connect.Request[gpuctlv1.Site
 // Thaw resumes sessions on a card.
 func (s *Service) Thaw(ctx context.Context, req *connect.Request[gpuctlv1.SiteSessionsRequest], out *connect.ServerStream[gpuctlv1.SiteProgress]) error {
 	return toConnect(s.step(req.Msg.GetMachine(), func() error {
-		return s.local.Thaw(ctx, req.Msg.GetMachine().GetUuid(), req.Msg.GetGpu(), req.Msg.GetSessions(), telling(out))
+		return s.local.Thaw(ctx, req.Msg.GetMachine(), req.Msg.GetGpu(), req.Msg.GetSessions(), telling(out))
 	}))
 }
