@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"io"
 	"net"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -14,10 +15,27 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
+// connected returns two ends that keep what is written until it is read, as a console does.
+func connected(t *testing.T) (here, there net.Conn) {
+	t.Helper()
+	l, err := net.Listen("unix", filepath.Join(t.TempDir(), "s"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	if here, err = net.Dial("unix", l.Addr().String()); err == nil {
+		there, err = l.Accept()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return here, there
+}
+
 // pair returns a client and what serves it with handle; closing ends both.
 func pair(t *testing.T, handle func(context.Context, *Request) *Answer) (net.Conn, *Client) {
 	t.Helper()
-	here, there := net.Pipe()
+	here, there := connected(t)
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
@@ -49,7 +67,9 @@ func TestResynchronise(t *testing.T) {
 	conn, c := pair(t, echo)
 	var noise bytes.Buffer
 	noise.WriteString("{\"id\":\"old\",\"op\":\"read\"}\n\x00\xff garbage\n{\"id\":\"half")
-	go func() { _, _ = conn.Write(noise.Bytes()) }()
+	if _, err := conn.Write(noise.Bytes()); err != nil {
+		t.Fatal(err)
+	}
 	a, err := c.Do(&Request{ID: "new", Op: Read, Value: 41})
 	if err != nil || a.Reply != "new" || a.Value != 42 {
 		t.Fatalf("%+v %v", a, err)
