@@ -91,8 +91,7 @@ func (s *session) join(c *machine, more []*member) (joined bool, err error) {
 		all = append(all, &mb)
 	}
 	all = append(all, more...)
-	s.rec.Members = all
-	s.rec.GPUs = gpusOf(c, s.rec.Members, before.GPUs)
+	s.rec.Members, s.rec.GPUs = all, gpusOf(c, all, before.GPUs)
 	if err := s.rec.write(s.m.cfg.Dir); err != nil {
 		s.rec = before
 		return false, err

@@ -78,6 +78,8 @@ type Manager struct {
 	changes  news.Changes[string, *session]
 	adopting sync.Mutex
 
+	strangers strangers // only findOffered's
+
 	mu       sync.Mutex
 	sessions map[string]*session
 	offers   engine.Offers
@@ -116,7 +118,7 @@ func New(cfg Config) (*Manager, error) {
 	}
 	m := &Manager{
 		cfg: cfg, log: cfg.Logger, lock: lock, ask: &ask.Client{Helper: cfg.Helper},
-		sessions: map[string]*session{}, aside: map[turn]bool{},
+		sessions: map[string]*session{}, aside: map[turn]bool{}, strangers: strangers{},
 	}
 	m.self, _ = os.Readlink("/proc/self/exe")
 	if m.cfg.Roots.Reads == nil {

@@ -207,7 +207,6 @@ func (m *Manager) loadOffers() (err error) {
 // adoptOffered looks for processes with an offer's token, and for those that have joined the job of
 // a session, as long as there are offers or sessions.
 func (m *Manager) adoptOffered() {
-	asked := strangers{}
 	for pause := lookEvery; wait.For(m.ctx, pause) == nil; {
 		m.mu.Lock()
 		n := len(m.offers) + len(m.sessions)
@@ -222,16 +221,9 @@ func (m *Manager) adoptOffered() {
 		if err != nil {
 			m.log.Debug("look for offered processes", "err", err)
 		}
-		now := time.Now()
 		for _, o := range found {
-			if o.to != nil {
-				if o.to.new = asked.due(o.to.new, now); len(o.to.new) == 0 {
-					continue
-				}
-			}
 			m.adoptAside(o)
 		}
-		asked.forget(now)
 	}
 }
 
@@ -256,9 +248,14 @@ func (m *Manager) findOffered() (found []offered, err error) {
 	if err != nil {
 		return nil, err
 	}
+	now := time.Now()
+	m.strangers.forget(now)
 	for _, j := range l.Jobs() {
 		s, others := m.parts(j)
-		to, by := &joining{s: s, root: j.Root}, (*gpuctlv1.OfferRequest)(nil)
+		if s != nil {
+			others = m.strangers.due(others, now)
+		}
+		to := &joining{s: s, root: j.Root}
 		for _, h := range others {
 			token := m.cfg.Roots.Variable(h.PID, tokenName) // without the lock, as it may take long
 			m.mu.Lock()
@@ -267,9 +264,11 @@ func (m *Manager) findOffered() (found []offered, err error) {
 			switch {
 			case s != nil && m.joins(s, o):
 				to.new = append(to.new, h)
-			case o != nil && by == nil:
-				by = o
+			case o != nil:
 				found = append(found, offered{pid: h.PID, uid: h.UID, by: o})
+			}
+			if o != nil && s == nil {
+				break // it stands for its job
 			}
 		}
 		if len(to.new) > 0 {
