@@ -247,13 +247,11 @@ func (r *repair) try(ctx context.Context) error {
 }
 
 // end gives the session the state that the repair has found. With an error, the session is
-// lost; its operation stays in the journal until its executors have ended.
+// lost; its operation stays in the journal until lose has recorded that, and its executors have ended.
 func (r *repair) end(err error) {
 	s := r.s
 	if err == nil {
 		r.rec.Op = nil
-	} else {
-		r.rec.Lost = err.Error()
 	}
 	s.mu.Lock()
 	s.rec, s.usage = r.rec, r.usage

@@ -17,6 +17,18 @@ func (b *bench) isLost() {
 	}
 }
 
+// diesWithItsTarget ends the manager in a resume that has handed over, and its target after did.
+func (b *bench) diesWithItsTarget(did func()) {
+	b.restart(func() {
+		b.m.die = func() {
+			did()
+			b.l.generation(2).Kill()
+			runtime.Goexit()
+		}
+		b.resume("kill_self@switch")
+	})
+}
+
 // A resume whose target has taken requests and died loses the session. The state that it was
 // resumed from is still there, but older than what the application was told.
 func TestLostSessionIsNotResumedByTheNextManager(t *testing.T) {
@@ -37,14 +49,7 @@ func TestLostSessionIsNotResumedByTheNextManager(t *testing.T) {
 func TestSessionThatAManagerFindsLostIsLostForTheOneAfterIt(t *testing.T) {
 	b := newBench(t)
 	b.suspend("", "")
-	b.restart(func() {
-		b.m.die = func() {
-			b.reg.Store64(wire.HdrHead, 64)
-			b.l.generation(2).Kill()
-			runtime.Goexit()
-		}
-		b.resume("kill_self@switch")
-	})
+	b.diesWithItsTarget(func() { b.reg.Store64(wire.HdrHead, 64) })
 	b.isLost()
 	b.restart(func() {})
 	b.isLost()
@@ -55,13 +60,6 @@ func TestSessionThatAManagerFindsLostIsLostForTheOneAfterIt(t *testing.T) {
 func TestResumeWhoseTargetHasBegunToServeIsNotUndone(t *testing.T) {
 	b := newBench(t)
 	b.suspend("", "")
-	b.restart(func() {
-		b.m.die = func() {
-			b.ring.SetServing(2)
-			b.l.generation(2).Kill()
-			runtime.Goexit()
-		}
-		b.resume("kill_self@switch")
-	})
+	b.diesWithItsTarget(func() { b.ring.SetServing(2) })
 	b.isLost()
 }

@@ -420,20 +420,10 @@ func TestJoinSeesTheEndOfWhoIsNotRead(t *testing.T) {
 	}
 }
 
-// sockets returns the ends of a connection.
+// sockets returns the ends of a connection, of which the first is closed at the end.
 func sockets(t *testing.T) (a, b net.Conn) {
 	t.Helper()
-	l, err := net.Listen("unix", filepath.Join(t.TempDir(), "s"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	if a, err = net.Dial("unix", l.Addr().String()); err == nil {
-		b, err = l.Accept()
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	a, b = testkit.Sockets(t)
 	t.Cleanup(func() { a.Close() })
 	return a, b
 }

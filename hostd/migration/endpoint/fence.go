@@ -132,15 +132,7 @@ func (f *Fence) Halt(uuid string, halted bool) error {
 		return nil
 	}
 	next := f.kept
-	next.Halted = maps.Clone(next.Halted)
-	if next.Halted == nil {
-		next.Halted = map[string]bool{}
-	}
-	if halted {
-		next.Halted[uuid] = true
-	} else {
-		delete(next.Halted, uuid)
-	}
+	next.Halted = marked(next.Halted, uuid, halted)
 	if err := f.write(next); err != nil {
 		if halted { // known at least to this process, and in the file when it can be written again
 			f.kept = next
@@ -148,6 +140,16 @@ func (f *Fence) Halt(uuid string, halted bool) error {
 		return fmt.Errorf("that a copy of VM %s has run cannot be kept: %w", uuid, err)
 	}
 	return nil
+}
+
+// marked returns a copy of a set of VMs that has a VM, or does not.
+func marked(set map[string]bool, uuid string, on bool) map[string]bool {
+	next := map[string]bool{}
+	maps.Copy(next, set)
+	if delete(next, uuid); on {
+		next[uuid] = true
+	}
+	return next
 }
 
 // Halted reports whether a copy of a VM has run on this host while it ran elsewhere, too.
@@ -194,19 +196,16 @@ func (f *Fence) Withdrawn(uuid string, token uint64) bool {
 // Autostart records that a VM's autostart on this host is to be switched on again, or that it is
 // not.
 func (f *Fence) Autostart(uuid string, again bool) error {
-	if f == nil || f.Autostarts(uuid) == again {
+	if f == nil {
 		return nil
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	if f.kept.Autostart[uuid] == again {
+		return nil
+	}
 	next := f.kept
-	next.Autostart = maps.Clone(next.Autostart)
-	if next.Autostart == nil {
-		next.Autostart = map[string]bool{}
-	}
-	if delete(next.Autostart, uuid); again {
-		next.Autostart[uuid] = true
-	}
+	next.Autostart = marked(next.Autostart, uuid, again)
 	if err := f.write(next); err != nil {
 		return fmt.Errorf("that VM %s has an autostart cannot be kept: %w", uuid, err)
 	}

@@ -6,36 +6,20 @@ import (
 	"encoding/json"
 	"io"
 	"net"
-	"path/filepath"
 	"strings"
 	"testing"
 
 	"go.uber.org/goleak"
+
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// connected returns two ends that keep what is written until it is read, as a console does.
-func connected(t *testing.T) (here, there net.Conn) {
-	t.Helper()
-	l, err := net.Listen("unix", filepath.Join(t.TempDir(), "s"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	if here, err = net.Dial("unix", l.Addr().String()); err == nil {
-		there, err = l.Accept()
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	return here, there
-}
-
 // pair returns a client and what serves it with handle; closing ends both.
 func pair(t *testing.T, handle func(context.Context, *Request) *Answer) (net.Conn, *Client) {
 	t.Helper()
-	here, there := connected(t)
+	here, there := testkit.Sockets(t)
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
