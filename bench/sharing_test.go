@@ -17,12 +17,16 @@ func TestWindowsOfShares(t *testing.T) {
 		weight []int
 		jain   float64
 	}{{[]int{1, 1}, 0.8}, {[]int{1, 3}, 1}} {
-		jain, worst, busy, err := windows([][]interval{a, b}, c.weight)
-		if err != nil || math.Abs(jain-c.jain) > 0.01 || worst > jain || busy < 0.999 {
-			t.Errorf("weights %v: %v, worst %v, busy %v, %v", c.weight, jain, worst, busy, err)
+		f, err := windows([][]interval{a, b}, c.weight)
+		if err != nil || math.Abs(f.jain-c.jain) > 0.01 || f.worst > f.jain || f.busy < 0.999 || f.other != 0 {
+			t.Errorf("weights %v: %+v, %v", c.weight, f, err)
 		}
 	}
-	if _, _, _, err := windows([][]interval{a[:3], b}, []int{1, 1}); err == nil {
+	same, other := gaps([][]interval{{{0, 10}, {15, 20}, {27, 30}, {70, 80}}, {{40, 50}, {52, 55}, {79, 81}}}, 0, 80)
+	if same != 4 || other != 12 {
+		t.Errorf("idle for %d between kernels of one and for %d between those of two", same, other)
+	}
+	if _, err := windows([][]interval{a[:3], b}, []int{1, 1}); err == nil {
 		t.Error("figures of nothing")
 	}
 	if n := covered([]interval{{5, 9}, {0, 6}, {8, 20}}, 2, 12); n != 10 {

@@ -98,6 +98,10 @@ const (
 	// linger is how long an owner's account is kept after its last session has gone: it
 	// must not get rid of what it has had too much by coming anew.
 	linger = 30 * time.Second
+	// A session that has begun a turn too late is offered nothing for so long, and for so many
+	// times as long as that turn lasted.
+	barredFor   = time.Second
+	barredTimes = 20
 )
 
 // Arbiter gives the turns of one GPU.
@@ -113,6 +117,7 @@ type Arbiter struct {
 	seats   []*Seat // in the order in which they came
 	owners  map[timeshare.OwnerID]*owner
 	running *Seat       // whose turn it is in the books; nil: nobody's
+	offered *Seat       // whose next turn may begin without being asked for; nil: nobody's
 	drains  int         // sessions that wait with turn 0
 	timer   *time.Timer // asks the scheduler again
 	sweeper *time.Timer // lets sessions free, and forgets owners
@@ -123,6 +128,7 @@ type Arbiter struct {
 type owner struct {
 	id    timeshare.OwnerID
 	asks  []*Seat // that wait, oldest first
+	last  *Seat   // whose turn ended last
 	seats int
 	left  time.Duration // when the last one left
 }
@@ -257,7 +263,7 @@ func (a *Arbiter) enter(now time.Duration) {
 			continue
 		}
 		s.epoch++
-		s.state, s.number, s.stale, s.name, s.named = asked, 0, 0, "", false
+		s.state, s.number, s.offer, s.stale, s.name, s.named = asked, 0, 0, 0, "", false
 		a.drains++
 		a.queue(now, s, 0)
 		a.tell(s, Frame{Kind: Share, Epoch: s.epoch})
@@ -296,11 +302,16 @@ func (a *Arbiter) stop(now time.Duration, s *Seat) {
 		a.books("end", a.sched.End(now, s.owner.id, ran))
 		s.use.Busy += ran
 		s.use.Turns++
+		s.owner.last = s
 	case lapsed:
 		s.expire.Stop()
 		s.excused = false
 		s.use.Overrun += now - s.since - s.charged
-		a.report(Ended, s, now-s.since, nil)
+		if s.charged > 0 {
+			a.report(Ended, s, now-s.since, nil)
+		} else { // it began too late, and was charged to nobody
+			s.barred = now + max(barredFor, barredTimes*(now-s.since))
+		}
 	case free, idle:
 	}
 	s.active = now
@@ -319,6 +330,7 @@ func (a *Arbiter) decide() {
 			a.timer.Stop()
 			return
 		case timeshare.Wait:
+			a.offer(now, a.owners[d.Owner].last)
 			a.timer.Reset(max(d.Until-now, 0))
 			return
 		case timeshare.Busy:
@@ -356,17 +368,82 @@ func (a *Arbiter) drain(now time.Duration) bool {
 
 // grant begins the turn of an owner's session that waits.
 func (a *Arbiter) grant(now time.Duration, o *owner, i int) {
+	s := a.start(now, o, i)
+	if s.number == 0 {
+		a.drains--
+	} else {
+		a.tell(s, Frame{Kind: Grant, Epoch: s.epoch, Number: s.number})
+		a.ahead(now, s)
+	}
+}
+
+// start enters into the books that the turn of an owner's session that waits begins.
+func (a *Arbiter) start(now time.Duration, o *owner, i int) *Seat {
 	s := o.asks[i]
+	if a.offered != s {
+		a.revoke()
+	}
+	a.offered = nil
 	o.asks = slices.Delete(o.asks, i, i+1)
 	a.books("start", a.sched.Start(now, o.id))
 	s.use.Waited += now - s.since
 	s.state, s.since = running, now
 	a.running = s
-	if s.number == 0 {
-		a.drains--
-	} else {
-		a.tell(s, Frame{Kind: Grant, Epoch: s.epoch, Number: s.number})
+	return s
+}
+
+// ahead offers the next turn already to the session that has its turn, if the GPU will be kept idle
+// for its owner: so it need not hear from us between the two.
+func (a *Arbiter) ahead(now time.Duration, s *Seat) {
+	if s.takes && s.number > 0 && now >= s.barred && len(s.owner.asks) == 0 && a.sched.Keeps() {
+		a.offered, s.offer = s, s.number+1
+		a.tell(s, Frame{Kind: Offer, Epoch: s.epoch, Number: s.offer})
 	}
+}
+
+// offer lets a session for whose owner the GPU is kept idle begin its next turn without
+// asking: what it launches needs no message there and back first.
+func (a *Arbiter) offer(now time.Duration, s *Seat) {
+	if a.offered == s || s == nil || s.gone || s.state != idle || !s.takes || now < s.barred {
+		return
+	}
+	a.revoke()
+	a.offered, s.offer = s, s.number+1
+	a.tell(s, Frame{Kind: Offer, Epoch: s.epoch, Number: s.offer})
+}
+
+// forget makes an offer void that a session has: it is told something else.
+func (a *Arbiter) forget(s *Seat) {
+	if a.offered == s {
+		a.offered = nil
+	}
+}
+
+// revoke takes back what was offered.
+func (a *Arbiter) revoke() {
+	if s := a.offered; s != nil {
+		a.offered = nil
+		a.tell(s, Frame{Kind: Revoke, Epoch: s.epoch, Number: s.offer})
+	}
+}
+
+// begin enters into the books that a session has begun the turn that it was offered.
+func (a *Arbiter) begin(now time.Duration, s *Seat, f Frame) {
+	if s.state == idle {
+		s.number, s.name, s.named = f.Number, f.Name, false
+	}
+	if a.offered == s {
+		s.state = asked
+		a.queue(now, s, f.What)
+		a.start(now, s.owner, len(s.owner.asks)-1)
+		a.ahead(now, s)
+		return
+	}
+	// Another turn has been granted meanwhile. This one goes on beside it, as one that was taken
+	// back; that has to be rare, so there are no offers for some time afterwards.
+	a.stop(now, s)
+	s.state, s.since, s.charged = lapsed, now, 0
+	a.expire(s, a.cfg.End)
 }
 
 // lapse takes a turn back.
@@ -380,7 +457,11 @@ func (a *Arbiter) lapse(now time.Duration, s *Seat) {
 	s.state, s.charged = lapsed, ran
 	a.tell(s, Frame{Kind: Lapse, Epoch: s.epoch, Number: s.number})
 	a.report(Overdue, s, ran, nil)
-	left := max(a.cfg.End-ran, 0)
+	a.expire(s, max(a.cfg.End-ran, 0))
+}
+
+// expire has the session of a turn that was taken back be ended after so long.
+func (a *Arbiter) expire(s *Seat, left time.Duration) {
 	if a.cfg.End == 0 {
 		left = timeshare.MaxTime
 	}
@@ -454,7 +535,8 @@ func (a *Arbiter) sweep() {
 // release lets a session free.
 func (a *Arbiter) release(now time.Duration, s *Seat) {
 	a.stop(now, s)
-	s.state, s.stale = free, 0
+	a.forget(s)
+	s.state, s.stale, s.offer = free, 0, 0
 	s.epoch++
 	a.tell(s, Frame{Kind: Free, Epoch: s.epoch})
 }
@@ -466,6 +548,7 @@ func (a *Arbiter) remove(s *Seat) {
 	}
 	now := a.now()
 	a.stop(now, s)
+	a.forget(s)
 	s.gone = true
 	s.conn.Close()
 	a.seats = slices.DeleteFunc(a.seats, func(other *Seat) bool { return other == s })

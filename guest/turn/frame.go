@@ -11,7 +11,7 @@ import (
 // Kind is what a frame says.
 type Kind uint32
 
-// The frames. Ask, End, Withdraw and Keeps come from executors, the others from gpuguest.
+// The frames. Ask, End, Withdraw, Keeps and Begin come from executors, the others from gpuguest.
 const (
 	// Hello is the first frame. Number is the device, counted among those of the
 	// executor's runtime that it was given. What is [HelloKeeps] if Keeps may be sent.
@@ -25,21 +25,33 @@ const (
 	Grant Kind = 4
 	// Lapse takes a turn back that lasted too long. Its end is still to be reported.
 	Lapse Kind = 5
+	// Offer lets turn Number, the next one, begin without being asked for, until Revoke or
+	// another epoch comes. It is sent to executors that have said that they understand it.
+	Offer Kind = 6
+	// Revoke takes that back. A turn that has begun meanwhile goes on, as one that was taken back.
+	Revoke Kind = 7
 
 	// Ask asks for turn Number, one higher than before or more. What is the kind of
 	// command, Name its name. An executor has one turn at a time, or has asked for one.
 	Ask Kind = 16
-	// End reports that all that was launched in turn Number has ended.
+	// End reports that all that was launched in turn Number has ended. What is [EndOffers] if
+	// the executor understands Offer and Revoke.
 	End Kind = 17
 	// Withdraw takes back what was asked for. If the grant is under way, that turn has ended.
 	Withdraw Kind = 18
 	// Keeps answers a Lapse: Name is the command that keeps turn Number, which need not be
 	// the one that it was asked for. It is sent once a turn at most.
 	Keeps Kind = 19
+	// Begin reports that turn Number, which was offered, has begun. What and Name are those of an
+	// Ask. The turn may have been asked for as well: then the grant is under way.
+	Begin Kind = 20
 )
 
-// HelloKeeps is What of a Hello from a gpuguest that understands Keeps.
-const HelloKeeps = 1
+// What of frames by which one side says what it understands: the other may be older.
+const (
+	HelloKeeps = 1 // of a Hello, from a gpuguest that understands Keeps
+	EndOffers  = 1 // of an End, from an executor that understands Offer and Revoke
+)
 
 func (k Kind) String() string {
 	switch k {
@@ -53,6 +65,10 @@ func (k Kind) String() string {
 		return "grant"
 	case Lapse:
 		return "lapse"
+	case Offer:
+		return "offer"
+	case Revoke:
+		return "revoke"
 	case Ask:
 		return "ask"
 	case End:
@@ -61,6 +77,8 @@ func (k Kind) String() string {
 		return "withdraw"
 	case Keeps:
 		return "keeps"
+	case Begin:
+		return "begin"
 	}
 	return fmt.Sprintf("kind %d", uint32(k))
 }
@@ -102,7 +120,7 @@ func Decode(b *[FrameSize]byte) (Frame, error) {
 		Number: binary.LittleEndian.Uint64(b[8:]), What: binary.LittleEndian.Uint64(b[16:]),
 	}
 	switch f.Kind {
-	case Hello, Free, Share, Grant, Lapse, Ask, End, Withdraw, Keeps:
+	case Hello, Free, Share, Grant, Lapse, Offer, Revoke, Ask, End, Withdraw, Keeps, Begin:
 	default:
 		return Frame{}, fmt.Errorf("%v: %w", f.Kind, ErrFrame)
 	}

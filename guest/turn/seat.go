@@ -38,6 +38,9 @@ type Seat struct {
 	charged time.Duration // of a turn that was taken back
 	active  time.Duration // when it had something last
 	stale   int           // frames of earlier epochs
+	offer   uint64        // the turn that may begin, or might, without being asked for; 0: none was in this epoch
+	takes   bool          // offers are understood
+	barred  time.Duration // until when there are none
 	expire  *time.Timer
 	excused bool // it has kept the GPU for long, but nobody wants it
 	use     Use
@@ -179,7 +182,12 @@ func (s *Seat) handle(f Frame) error {
 		a.enter(now)
 	case f.Kind == End && this && (s.state == running || s.state == lapsed || s.state == asked && s.number == 0),
 		f.Kind == Withdraw && this && (s.state == asked || s.state == running || s.state == lapsed):
+		s.takes = s.takes || f.Kind == End && f.What == EndOffers
 		a.stop(now, s)
+	case f.Kind == Begin && f.Number == s.offer && (s.state == idle && !this || s.state == asked && this):
+		a.begin(now, s, f)
+	case f.Kind == Begin && this && (s.state == running || s.state == lapsed):
+		return nil // it was asked for, too, and has been granted
 	case f.Kind == Keeps && this && s.state == lapsed && !s.named:
 		s.named = true
 		if s.name != f.Name {

@@ -160,3 +160,5 @@ func (p *credit) choose() *owner {
 	}
 	return spent
 }
+
+func (p *credit) keeps(*owner, time.Duration) bool { return false }

@@ -64,8 +64,9 @@ func (p *fair) passed(o *owner, d time.Duration) {
 	}
 }
 
-func (p *fair) next(now time.Duration) Decision {
-	var first *owner
+// first returns the owner with a command that has had the least, nil if nobody has a command, and
+// how long that command is expected to be.
+func (p *fair) first() (first *owner, length time.Duration) {
 	for _, o := range p.s.owners {
 		if !o.pending() {
 			continue
@@ -74,12 +75,34 @@ func (p *fair) next(now time.Duration) Decision {
 			first = o
 		}
 	}
-	if p.s.config.Wait == 0 {
-		return run(first)
+	if first == nil {
+		return nil, 0
 	}
 	length, known := first.length.predict(first.head().kind)
 	if !known {
 		length = p.s.config.Wait
+	}
+	return first, length
+}
+
+func (p *fair) keeps(o *owner, cost time.Duration) bool {
+	first, length := p.first()
+	if first == nil {
+		return false
+	}
+	after := o.virtual + cost/time.Duration(o.weight) + 1 // what the division leaves over
+	for _, other := range p.s.owners {
+		if other != o && !other.pending() && other.ended && other.virtual < after {
+			return false // that one might be waited for instead
+		}
+	}
+	return after < first.virtual && p.patience(o, first.virtual-after, length) > 0
+}
+
+func (p *fair) next(now time.Duration) Decision {
+	first, length := p.first()
+	if p.s.config.Wait == 0 {
+		return run(first)
 	}
 	var behind *owner
 	var until time.Duration

@@ -28,3 +28,5 @@ func (deaf) arrived(*owner)               {}
 func (deaf) started(*owner)               {}
 func (deaf) ended(*owner, time.Duration)  {}
 func (deaf) passed(*owner, time.Duration) {}
+
+func (deaf) keeps(*owner, time.Duration) bool { return false }

@@ -94,6 +94,8 @@ type policy interface {
 	ended(o *owner, ran time.Duration)   //
 	passed(o *owner, idle time.Duration) // the GPU was idle: for o, or because nobody had a command
 	next(now time.Duration) Decision     // nothing runs and somebody has a command; no effect if asked again
+	// keeps reports whether next will wait for the owner whose command runs, if that costs so much.
+	keeps(o *owner, cost time.Duration) bool
 }
 
 // New returns a scheduler without owners. Its errors wrap [ErrConfig].
@@ -300,6 +302,17 @@ func (s *Scheduler) Next(now time.Duration) Decision {
 		s.waiting, s.until = s.byID[d.Owner], d.Until
 	}
 	return d
+}
+
+// Keeps reports whether the GPU will be kept idle for the owner whose command runs, once that has
+// ended and if nobody else submits something. That is so even if the command lasts twice
+// as long as expected. An answer of false says nothing.
+func (s *Scheduler) Keeps() bool {
+	if s.running == nil || s.running.leaving || s.running.pending() {
+		return false
+	}
+	length, known := s.running.length.predict(s.kind)
+	return known && s.policy.keeps(s.running, 2*length)
 }
 
 // Overrun reports the running command if it has run for [Config].Overdue or longer, and

@@ -55,6 +55,7 @@ type outcome struct {
 	busy        float64   // part of the time
 	share       []float64 // of the busy time
 	totals      Totals
+	kept        float64 // part of the commands, those after which the scheduler said before that it waits
 }
 
 // simulate runs tenants on one GPU for a time. Nothing takes time but commands,
@@ -83,6 +84,8 @@ func simulate(tb testing.TB, c Config, tenants []tenant, length, window time.Dur
 		started time.Duration
 		ends    = never
 		asks    = never
+		ended   int
+		kept    int
 	)
 	for now < length {
 		next := min(ends, asks)
@@ -91,7 +94,16 @@ func simulate(tb testing.TB, c Config, tenants []tenant, length, window time.Dur
 		}
 		now = next
 		if now >= ends {
+			kind, length := s.kind, s.byID[runner.id].length
+			usual, _ := length.predict(kind)
+			keeps := s.Keeps()
 			ok(tb, s.End(now, runner.id, now-started))
+			if ended++; keeps {
+				kept++
+				if d := s.Next(now); now-started <= 2*usual && (d.Action != Wait || d.Owner != runner.id) {
+					tb.Fatalf("at %v, %s was to be waited for, and it is %+v", now, runner.id, d)
+				}
+			}
 			for at := started; at < now && int(at/window) < n; {
 				to := min(now, at-at%window+window)
 				runner.used[at/window] += to - at
@@ -125,7 +137,24 @@ func simulate(tb testing.TB, c Config, tenants []tenant, length, window time.Dur
 			asks = d.Until
 		}
 	}
-	return judge(all, n, length, s)
+	o := judge(all, n, length, s)
+	o.kept = float64(kept) / float64(max(ended, 1))
+	return o
+}
+
+// Before most commands of an owner that is behind have ended, it is clear that it will be waited for.
+func TestKeepsIsSaidAhead(t *testing.T) {
+	two := []tenant{{length: about(ms), think: around(50 * us)}, {length: about(10 * ms), think: around(50 * us)}}
+	for _, p := range everyPolicy {
+		o := simulate(t, DefaultConfig(p), two, 20*time.Second, 500*ms)
+		if p == Fair && o.kept < 0.6 || p != Fair && o.kept > 0 {
+			t.Errorf("%s: after %.0f %% of the commands", p, 100*o.kept)
+		}
+	}
+	three := append(two, tenant{weight: 3, length: between(100*us, 5*ms), think: around(300 * us), burst: 2})
+	if o := simulate(t, DefaultConfig(Fair), three, 20*time.Second, 500*ms); o.kept == 0 {
+		t.Error("never, with three")
+	}
 }
 
 func judge(all []*tenant, n int, length time.Duration, s *Scheduler) outcome {

@@ -83,13 +83,17 @@ int main(int argc, char **argv)
     if (calibrate > 0) {
         cl_uint rounds = 100000;
         double best = 1e18;
-        for (int i = 0; i < 20; i++) {
+        for (int i = 0; i < 500; i++) { /* a card takes some 100 ms to get up to its clock */
             CLX_OK(clSetKernelArg(k, 1, 4, &rounds));
             size_t one = 1;
-            double from = clx_now();
-            CLX_OK(clEnqueueNDRangeKernel(q, k, 1, NULL, &one, &one, 0, NULL, NULL));
+            cl_event ran;
+            cl_ulong from, to;
+            CLX_OK(clEnqueueNDRangeKernel(q, k, 1, NULL, &one, &one, 0, NULL, &ran));
             CLX_OK(clFinish(q));
-            best = fmin(best, clx_now() - from);
+            CLX_OK(clGetEventProfilingInfo(ran, CL_PROFILING_COMMAND_START, 8, &from, NULL));
+            CLX_OK(clGetEventProfilingInfo(ran, CL_PROFILING_COMMAND_END, 8, &to, NULL));
+            CLX_OK(clReleaseEvent(ran));
+            best = fmin(best, (double)(to - from) * 1e-9);
         }
         printf("%.0f\n", calibrate * 1e-6 / best * rounds);
         return 0;

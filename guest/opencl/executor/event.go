@@ -285,6 +285,7 @@ func (s *session) waitThen(c call, q *queue, evs []cl.Event, known cl.Status, th
 			cl.ReleaseEvent(e)
 		}
 		s.settleAll()
+		s.endTurns()
 		data := then(st)
 		if q != nil {
 			st = q.take(st)

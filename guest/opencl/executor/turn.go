@@ -37,6 +37,7 @@ type deviceTurns struct {
 	shared bool          // commands are launched in turns
 	epoch  uint32
 	number uint64
+	offer  uint64 // the turn after this one, if it may begin without being asked for; 0: it may not
 	state  turnState
 	left   int           // commands that the turn may still have
 	count  int           // commands that it has had
@@ -91,7 +92,7 @@ func (s *session) mayLaunch(q *queue, op wire.Op) bool {
 		return true
 	}
 	t := s.turnsOf(q)
-	return !t.shared || t.state == turnHeld && t.left > 0 && !s.gate.Load()
+	return !t.shared || (t.state == turnHeld && t.left > 0 || t.state == turnNone && t.offer != 0) && !s.gate.Load()
 }
 
 // tracked reports whether a command's end has to be known, as it is part of a turn.
@@ -109,11 +110,33 @@ func (s *session) launch(q *queue, op wire.Op, k *kernel, ev cl.Event) {
 	if !t.shared {
 		return
 	}
+	if t.state == turnNone && t.offer != 0 {
+		name, size := nameOf(op, k), [3]uint64{}
+		if k != nil {
+			size = s.glob
+		}
+		t.begin(t.offer, s.kindOf(name, size), name)
+	}
 	cl.RetainEvent(ev)
 	t.left--
 	t.count++
 	t.last = append(t.last, launched{q: q, seq: q.seq, ev: ev, name: nameOf(op, k)})
 	t.await()
+}
+
+// begin begins a turn that was offered.
+func (t *deviceTurns) begin(number, what uint64, name string) {
+	t.hold(number)
+	t.tell(turn.Frame{Kind: turn.Begin, Epoch: t.epoch, Number: t.number, What: what, Name: name})
+}
+
+// hold has the session have its turn.
+func (t *deviceTurns) hold(number uint64) {
+	t.state, t.number, t.offer, t.count, t.began = turnHeld, number, 0, 0, time.Now()
+	t.left = mostInTurn
+	if t.usual > 0 {
+		t.left = int(min(max(turnLength/t.usual, 1), mostInTurn))
+	}
 }
 
 // await has somebody wait for the turn's commands.
@@ -203,13 +226,40 @@ func (t *deviceTurns) over() {
 		t.end()
 	}
 	s.gateIfIdle()
-	s.askTurns()
+	if t.offer != 0 {
+		s.advance() // what is ready begins the next turn
+	} else {
+		s.askTurns()
+	}
+}
+
+// endTurns ends the turns all of whose commands have ended, without waiting until their own thread
+// knows: what the application launches as soon as it is told need not be parked then.
+func (s *session) endTurns() {
+	if !s.sharing.Load() {
+		return
+	}
+	for _, t := range s.turns {
+		if t.shared && t.state == turnHeld && t.count > 0 && allOver(t.last) && allOver(t.todo) {
+			t.over()
+		}
+	}
+}
+
+// allOver reports whether all of the commands have ended.
+func allOver(all []launched) bool {
+	for _, l := range slices.Backward(all) { // the last one mostly tells
+		if now, st := cl.EventStatus(l.ev); st != cl.Success || now > cl.Complete {
+			return false
+		}
+	}
+	return true
 }
 
 // end reports that the turn has ended.
 func (t *deviceTurns) end() {
 	t.state, t.left, t.count = turnNone, 0, 0
-	t.tell(turn.Frame{Kind: turn.End, Epoch: t.epoch, Number: t.number})
+	t.tell(turn.Frame{Kind: turn.End, Epoch: t.epoch, Number: t.number, What: turn.EndOffers})
 }
 
 // tell sends a frame to the arbiter. There are never more than a few under way, so this does
@@ -235,6 +285,7 @@ func (s *session) askTurns() {
 		}
 		if p := s.readyFor(t); p != nil {
 			t.number++
+			t.offer = 0
 			t.state = turnAsked
 			what, name := s.whatIs(p)
 			t.tell(turn.Frame{Kind: turn.Ask, Epoch: t.epoch, Number: t.number, What: what, Name: name})
@@ -259,22 +310,30 @@ func (s *session) readyFor(t *deviceTurns) *parkedCall {
 	return nil
 }
 
-// whatIs returns the kind of command, by which its length is predicted, and its name.
+// whatIs returns the kind and the name of a parked command.
 func (s *session) whatIs(p *parkedCall) (what uint64, name string) {
-	var h maphash.Hash
-	h.SetSeed(s.seed)
 	name = nameOf(p.op, p.kernel)
-	_, _ = h.WriteString(name)
+	var size [3]uint64
 	m := &wire.Ndrange{}
 	if p.kernel != nil && m.Decode(p.body) == nil {
-		for _, n := range []uint64{m.Glob0, m.Glob1, m.Glob2} {
-			_ = h.WriteByte(byte(n))
-			_ = h.WriteByte(byte(n >> 8))
-			_ = h.WriteByte(byte(n >> 16))
-			_ = h.WriteByte(byte(n >> 24))
-		}
+		size = [3]uint64{m.Glob0, m.Glob1, m.Glob2}
 	}
-	return h.Sum64(), name
+	return s.kindOf(name, size), name
+}
+
+// kindOf returns the kind of a command, by which its length is predicted. size is the global size of
+// a kernel's launch.
+func (s *session) kindOf(name string, size [3]uint64) uint64 {
+	var h maphash.Hash
+	h.SetSeed(s.seed)
+	_, _ = h.WriteString(name)
+	for _, n := range size {
+		_ = h.WriteByte(byte(n))
+		_ = h.WriteByte(byte(n >> 8))
+		_ = h.WriteByte(byte(n >> 16))
+		_ = h.WriteByte(byte(n >> 24))
+	}
+	return h.Sum64()
 }
 
 // nameOf returns what a command is called: by its kernel, if it is the launch of one.
@@ -290,6 +349,7 @@ func nameOf(op wire.Op, k *kernel) string {
 // others' commands.
 func (s *session) withdrawTurns() {
 	for _, t := range s.turns {
+		t.offer = 0
 		switch {
 		case !t.shared:
 		case t.state == turnAsked:
@@ -371,7 +431,7 @@ func (t *deviceTurns) handle(f turn.Frame) {
 		t.epoch = f.Epoch
 		t.setFree()
 	case turn.Share:
-		t.epoch, t.number = f.Epoch, 0
+		t.epoch, t.number, t.offer = f.Epoch, 0, 0
 		t.shared, t.state, t.left, t.count, t.began = true, turnHeld, 0, 0, time.Now()
 		s.sharing.Store(true)
 		s.drainTurn(t)
@@ -379,15 +439,20 @@ func (t *deviceTurns) handle(f turn.Frame) {
 		if t.state != turnAsked || f.Epoch != t.epoch || f.Number != t.number {
 			return // it was given up while the grant was under way
 		}
-		t.state, t.count, t.began = turnHeld, 0, time.Now()
-		t.left = mostInTurn
-		if t.usual > 0 {
-			t.left = int(min(max(turnLength/t.usual, 1), mostInTurn))
+		t.hold(t.number)
+		t.granted()
+	case turn.Offer:
+		switch {
+		case f.Epoch != t.epoch || s.frozen || s.gate.Load():
+		case t.state != turnAsked && f.Number == t.number+1:
+			t.offer = f.Number
+		case t.state == turnAsked && f.Number == t.number: // asked for while the offer was under way
+			t.begin(f.Number, 0, "")
+			t.granted()
 		}
-		s.advance()
-		if t.state == turnHeld && !t.waits { // what was ready is not any more
-			t.end()
-			s.askTurns()
+	case turn.Revoke:
+		if f.Epoch == t.epoch && f.Number == t.offer {
+			t.offer = 0
 		}
 	case turn.Lapse:
 		if f.Epoch == t.epoch && f.Number == t.number && t.state == turnHeld {
@@ -398,6 +463,16 @@ func (t *deviceTurns) handle(f turn.Frame) {
 				t.tell(turn.Frame{Kind: turn.Keeps, Epoch: t.epoch, Number: t.number, Name: name})
 			}
 		}
+	}
+}
+
+// granted launches what is ready, in a turn that has just begun.
+func (t *deviceTurns) granted() {
+	s := t.s
+	s.advance()
+	if t.state == turnHeld && !t.waits { // what was ready is not any more
+		t.end()
+		s.askTurns()
 	}
 }
 
@@ -421,7 +496,7 @@ func (s *session) drainTurn(t *deviceTurns) {
 // setFree lets commands be launched without turns.
 func (t *deviceTurns) setFree() {
 	s := t.s
-	t.shared, t.state, t.left, t.count = false, turnNone, 0, 0
+	t.shared, t.state, t.offer, t.left, t.count = false, turnNone, 0, 0, 0
 	s.sharing.Store(slices.ContainsFunc(s.turns, func(x *deviceTurns) bool { return x.shared }))
 	s.advance()
 }

@@ -39,6 +39,7 @@ func socketPair(t testing.TB) (a, b *net.UnixConn) {
 type desk struct {
 	t testing.TB
 	*turn.Arbiter
+	ours  []*session // of this process
 	other *net.UnixConn
 	epoch uint32
 	n     uint64
@@ -59,6 +60,7 @@ func newDesk(t testing.TB) *desk {
 func (d *desk) seats(s *session, name string) *turn.Seat {
 	d.t.Helper()
 	theirs, ours := socketPair(d.t)
+	d.ours = append(d.ours, s)
 	go s.readTurns(theirs)
 	seat, err := d.Join(turn.Member{Session: name, Owner: name, Weight: 100}, 0, ours)
 	if err != nil {
@@ -112,12 +114,19 @@ func (d *desk) until(k turn.Kind) turn.Frame {
 	return turn.Frame{}
 }
 
-// takes has the other session take the GPU.
+// takes has the other session take the GPU. What it was kept idle for knows that.
 func (d *desk) takes() {
 	d.t.Helper()
 	d.n++
 	d.send(turn.Frame{Kind: turn.Ask})
 	d.until(turn.Grant)
+	for _, s := range d.ours {
+		testkit.Until(d.t, "nothing is offered", func() error {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			return testkit.Want(s.turns[0].offer == 0, s.turns[0].offer)
+		})
+	}
 }
 
 func (d *desk) ends() { d.t.Helper(); d.send(turn.Frame{Kind: turn.End}) }
