@@ -35,6 +35,6 @@ rm -rf "$tree"/usr/share/pocl/*-avx*.bc "$tree"/usr/lib/x86_64-linux-gnu/lib{a,l
 	"$tree"/usr/lib/llvm-*/lib/LLVMPolly.so "$tree"/usr/lib/llvm-*/lib/clang/*/lib/linux/* "$tree"/usr/lib/x86_64-linux-gnu/lib{c,m-*,mvec}.a \
 	"$tree"/usr/lib/gcc/x86_64-linux-gnu/*/libstdc++.a "$tree"/usr/include/{c++,linux}
 # A block is read and unpacked whole: small ones suit an emulated processor.
-mksquashfs "$tree" "$out.part" -comp lz4 -Xhc -b 16K -noappend -no-progress -quiet -e proc/* sys/* dev/* run/* tmp/*
+mksquashfs "$tree" "$out.part" -comp zstd -Xcompression-level 9 -b 64K -noappend -no-progress -quiet -e proc/* sys/* dev/* run/* tmp/*
 rm -rf --one-file-system "$tree"
 mv "$out.part" "$out"

@@ -29,6 +29,5 @@ install -m 644 "$root"/test/cuda/bin/fake/lib*.so.1 "$tree/usr/lib/fakecuda/"
 # OCL_ICD_VENDORS=/etc/lab/native leads programs to PoCL, past gpuctl.
 install -d "$tree/etc/lab/native"
 echo libpocl.so.2 >"$tree/etc/lab/native/pocl.icd"
-# As in base.sh: what is read is unpacked quickly, and little of it.
-mksquashfs "$tree" "$out.part" -comp lz4 -Xhc -b 16K -noappend -no-progress -quiet -all-root
+mksquashfs "$tree" "$out.part" -comp zstd -Xcompression-level 3 -noappend -no-progress -quiet -all-root
 mv "$out.part" "$out"
