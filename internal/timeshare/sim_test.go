@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"slices"
 	"testing"
 	"time"
 )
@@ -151,7 +152,7 @@ func TestKeepsIsSaidAhead(t *testing.T) {
 			t.Errorf("%s: after %.0f %% of the commands", p, 100*o.kept)
 		}
 	}
-	three := append(two, tenant{weight: 3, length: between(100*us, 5*ms), think: around(300 * us), burst: 2})
+	three := append(slices.Clone(two), tenant{weight: 3, length: between(100*us, 5*ms), think: around(300 * us), burst: 2})
 	if o := simulate(t, DefaultConfig(Fair), three, 20*time.Second, 500*ms); o.kept == 0 {
 		t.Error("never, with three")
 	}
