@@ -261,22 +261,16 @@ func gaps(all [][]interval, from, to int64) (same, other time.Duration) {
 		}
 	}
 	slices.SortFunc(runs, func(a, b run) int { return cmp.Compare(a.start, b.start) })
-	var idle [2][]int64
+	var idle, n [2]int64
 	for i := 1; i < len(runs); i++ {
 		k := 0
 		if runs[i].of != runs[i-1].of {
 			k = 1
 		}
-		idle[k] = append(idle[k], max(runs[i].start-runs[i-1].end, 0))
+		idle[k] += max(runs[i].start-runs[i-1].end, 0)
+		n[k]++
 	}
-	mean := func(of []int64) time.Duration {
-		var sum int64
-		for _, x := range of {
-			sum += x
-		}
-		return time.Duration(sum / max(int64(len(of)), 1))
-	}
-	return mean(idle[0]), mean(idle[1])
+	return time.Duration(idle[0] / max(n[0], 1)), time.Duration(idle[1] / max(n[1], 1))
 }
 
 // covered returns how much of a time intervals cover together.

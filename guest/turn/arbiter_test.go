@@ -186,9 +186,8 @@ func (p *player) enters() {
 func (p *player) is(want state) {
 	p.t.Helper()
 	testkit.Until(p.t, fmt.Sprintf("%s is %s", p.name, want), func() error {
-		p.seat.a.mu.Lock()
-		defer p.seat.a.mu.Unlock()
-		return testkit.Want(p.seat.state == want, p.seat.state)
+		s := p.state()
+		return testkit.Want(s == want, s)
 	})
 }
 
