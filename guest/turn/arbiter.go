@@ -404,10 +404,13 @@ func (a *Arbiter) ahead(now time.Duration, s *Seat) {
 // offer lets a session for whose owner the GPU is kept idle begin its next turn without
 // asking: what it launches needs no message there and back first.
 func (a *Arbiter) offer(now time.Duration, s *Seat) {
-	if a.offered == s || s == nil || s.gone || s.state != idle || !s.takes || now < s.barred {
+	if a.offered == s {
 		return
 	}
 	a.revoke()
+	if s == nil || s.gone || s.state != idle || !s.takes || now < s.barred {
+		return
+	}
 	a.offered, s.offer = s, s.number+1
 	a.tell(s, Frame{Kind: Offer, Epoch: s.epoch, Number: s.offer})
 }
@@ -432,18 +435,20 @@ func (a *Arbiter) begin(now time.Duration, s *Seat, f Frame) {
 	if s.state == idle {
 		s.number, s.name, s.named = f.Number, f.Name, false
 	}
-	if a.offered == s {
-		s.state = asked
-		a.queue(now, s, f.What)
-		a.start(now, s.owner, len(s.owner.asks)-1)
-		a.ahead(now, s)
+	if a.running != nil {
+		// Another turn has been granted meanwhile. This one goes on beside it, as one that was taken
+		// back; that has to be rare, so there are no offers for some time afterwards.
+		a.stop(now, s)
+		s.state, s.since, s.charged = lapsed, now, 0
+		a.expire(s, a.cfg.End)
 		return
 	}
-	// Another turn has been granted meanwhile. This one goes on beside it, as one that was taken
-	// back; that has to be rare, so there are no offers for some time afterwards.
-	a.stop(now, s)
-	s.state, s.since, s.charged = lapsed, now, 0
-	a.expire(s, a.cfg.End)
+	if s.state == idle {
+		s.state = asked
+		a.queue(now, s, f.What)
+	}
+	a.start(now, s.owner, slices.Index(s.owner.asks, s))
+	a.ahead(now, s)
 }
 
 // lapse takes a turn back.

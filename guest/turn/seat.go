@@ -178,6 +178,7 @@ func (s *Seat) handle(f Frame) error {
 	switch {
 	case f.Kind == Ask && s.state == idle && f.Number > s.number:
 		s.state, s.number, s.name, s.named = asked, f.Number, f.Name, false
+		a.forget(s) // it may hear of that after this, and begin: that is the same turn
 		a.queue(now, s, f.What)
 		a.enter(now)
 	case f.Kind == End && this && (s.state == running || s.state == lapsed || s.state == asked && s.number == 0),
