@@ -74,7 +74,26 @@ func (b *bench) sharing(ctx context.Context) error {
 	}
 	b.report.add("fair, weights 1:3: Jain's index of time by weight", "", 0, f.jain, "0.99", func() bool { return f.jain >= 0.99 })
 	b.report.add("fair, weights 1:3: GPU busy", "%", 0, 100*f.busy, "90", func() bool { return f.busy >= 0.9 })
+	if err := b.short(ctx); err != nil {
+		return err
+	}
 	return b.alone(ctx)
+}
+
+// short measures what is left of the rate of short kernels, each of which is waited for, where two owners share a GPU.
+func (b *bench) short(ctx context.Context) error {
+	const us = 20
+	one, err := b.share(ctx, "fair", tenants{[]int{us}, []int{100}})
+	if err != nil {
+		return err
+	}
+	two, err := b.share(ctx, "fair", tenants{[]int{us, us}, []int{100, 100}})
+	if err != nil {
+		return err
+	}
+	b.report.add("fair, 2 owners of kernels of 20 us: kernels a second, to one alone", "1/s", one.rate, two.rate, "0.7 x alone", func() bool { return two.rate >= 0.7*one.rate })
+	b.report.add("fair, 2 owners of kernels of 20 us: Jain's index", "", 0, two.jain, "", nil)
+	return nil
 }
 
 func (b *bench) clockRig(ctx context.Context, policy string) (*rig.Rig, error) {
@@ -103,6 +122,7 @@ func (b *bench) tenant(ctx context.Context, r *rig.Rig, owner string, weight int
 type shares struct {
 	jain, worst float64 // Jain's index: mean and least of the windows
 	busy        float64 // the part of the time for which the GPU was
+	rate        float64 // kernels a second
 	// Means of how long the GPU was idle before a kernel: of the owner that ran last, and of another one.
 	same, other time.Duration
 }
@@ -241,6 +261,13 @@ func windows(all [][]interval, weight []int) (f shares, err error) {
 	}
 	end := from + n*shareWindow.Nanoseconds()
 	f.busy = float64(covered(slices.Concat(all...), from, end)) / float64(end-from)
+	for _, runs := range all {
+		for _, x := range runs {
+			if x.start >= from && x.end <= end {
+				f.rate += float64(time.Second) / float64(end-from)
+			}
+		}
+	}
 	f.same, f.other = gaps(all, from, end)
 	return f, nil
 }

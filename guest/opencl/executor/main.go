@@ -170,7 +170,7 @@ func openOn(cfg Config, ringFD, arenaFD, stateFD int, platform cl.Platform, devs
 		x := &device{id: uint32(i + 1), vendor: d}
 		s.devices = append(s.devices, x)
 		s.objs[x.id] = x
-		s.turns = append(s.turns, &deviceTurns{s: s})
+		s.turns = append(s.turns, newTurns(s))
 	}
 	s.limits = deviceLimits(devs[0])
 	if m := cfg.Device.GetGlobalMemory(); m > 0 {

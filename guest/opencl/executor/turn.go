@@ -20,13 +20,21 @@ import (
 // waits for nothing that was not launched, and parked commands move with the session.
 //
 // A turn has some commands, as many as usually take turnLength together. It has ended when
-// they have, and nothing else is ready.
+// they have, and nothing else is ready. An application that waits for each of its commands, and
+// usually comes with the next one at once, is waited for a moment: it takes longer to
+// pass a turn on and to get the next one than to run a short command.
 
 const (
 	// turnLength is how long a turn of several commands is meant to be.
 	turnLength = time.Millisecond
 	// mostInTurn is how many commands a turn has at most.
 	mostInTurn = 128
+	// A turn waits for an application that usually thinks for no longer than soon: for twice that, and
+	// grace more.
+	soon  = 100 * time.Microsecond
+	grace = 50 * time.Microsecond
+	// A think time counts as this at most.
+	longThink = time.Millisecond
 )
 
 // deviceTurns is what the session does at the arbiter of one of its devices. It belongs to the
@@ -42,11 +50,25 @@ type deviceTurns struct {
 	left   int           // commands that the turn may still have
 	count  int           // commands that it has had
 	began  time.Time     // when it was granted
+	length time.Duration // for how long it waits for the application's next command at most, from then on
+	soon   time.Duration // how long that may usually take
+	since  time.Time     // when its commands that run began to
+	fresh  int           // how many these are
+	idle   time.Time     // when the last of its commands ended; zero: some run, or the next one has come
+	think  time.Duration // from then to the next command, on average; less than 0: unknown
+	again  *time.Timer   // ends the turn if no command comes
 	names  bool          // the arbiter may be told which command keeps a turn
 	waits  bool          // somebody waits for its commands to end
 	todo   []launched    // its commands that somebody waits for
 	last   []launched    // its commands that nobody waits for yet
 	usual  time.Duration // how long one command takes, on average
+}
+
+func newTurns(s *session) *deviceTurns {
+	t := &deviceTurns{s: s, length: turnLength, soon: soon, think: -1}
+	t.again = time.AfterFunc(time.Hour, t.waited)
+	t.again.Stop()
+	return t
 }
 
 type turnState uint8
@@ -110,6 +132,7 @@ func (s *session) launch(q *queue, op wire.Op, k *kernel, ev cl.Event) {
 	if !t.shared {
 		return
 	}
+	t.comes()
 	if t.state == turnNone && t.offer != 0 {
 		name, size := nameOf(op, k), [3]uint64{}
 		if k != nil {
@@ -120,6 +143,7 @@ func (s *session) launch(q *queue, op wire.Op, k *kernel, ev cl.Event) {
 	cl.RetainEvent(ev)
 	t.left--
 	t.count++
+	t.fresh++
 	t.last = append(t.last, launched{q: q, seq: q.seq, ev: ev, name: nameOf(op, k)})
 	t.await()
 }
@@ -133,6 +157,7 @@ func (t *deviceTurns) begin(number, what uint64, name string) {
 // hold has the session have its turn.
 func (t *deviceTurns) hold(number uint64) {
 	t.state, t.number, t.offer, t.count, t.began = turnHeld, number, 0, 0, time.Now()
+	t.since, t.fresh = t.began, 0
 	t.left = mostInTurn
 	if t.usual > 0 {
 		t.left = int(min(max(turnLength/t.usual, 1), mostInTurn))
@@ -211,17 +236,58 @@ func (t *deviceTurns) keeper() (name string, ok bool) {
 	return "", false
 }
 
-// over ends the turn, all of whose commands have ended, and asks for the next one.
+// comes notes that the application has come with its next command.
+func (t *deviceTurns) comes() {
+	if t.idle.IsZero() {
+		return
+	}
+	now := time.Now()
+	d := min(now.Sub(t.idle), longThink)
+	if t.think < 0 {
+		t.think = d
+	}
+	t.think += (d - t.think) / 8
+	t.idle, t.since, t.fresh = time.Time{}, now, 0
+}
+
+// stays returns for how long the turn, none of whose commands runs, still waits for the next one: 0, not at all.
+func (t *deviceTurns) stays(now time.Time) time.Duration {
+	if t.count == 0 || t.left <= 0 || t.s.frozen || t.s.gate.Load() || t.think < 0 || t.think > t.soon ||
+		now.Sub(t.began)+t.think+t.usual > t.length {
+		return 0
+	}
+	return max(0, 2*t.think+grace-now.Sub(t.idle))
+}
+
+// waited ends a turn that has waited for a command long enough.
+func (t *deviceTurns) waited() {
+	t.s.mu.Lock()
+	defer t.s.mu.Unlock()
+	if t.shared && t.state == turnHeld && !t.idle.IsZero() {
+		t.over()
+	}
+}
+
+// over ends the turn, all of whose commands have ended, and asks for the next one; or has the turn wait for
+// a command.
 func (t *deviceTurns) over() {
 	s := t.s
 	s.settleAll()
 	if t.shared && t.state == turnHeld {
-		if t.count > 0 {
-			each := time.Since(t.began) / time.Duration(t.count)
+		now := time.Now()
+		if t.fresh > 0 && t.idle.IsZero() {
+			each := now.Sub(t.since) / time.Duration(t.fresh)
 			if t.usual == 0 {
 				t.usual = each
 			}
 			t.usual += (each - t.usual) / 4
+			t.idle = now
+		}
+		if d := t.stays(now); d > 0 {
+			t.again.Reset(d)
+			s.gateIfIdle()
+			s.advance()
+			return
 		}
 		t.end()
 	}
@@ -284,6 +350,7 @@ func (s *session) askTurns() {
 			continue
 		}
 		if p := s.readyFor(t); p != nil {
+			t.comes()
 			t.number++
 			t.offer = 0
 			t.state = turnAsked
@@ -433,6 +500,7 @@ func (t *deviceTurns) handle(f turn.Frame) {
 	case turn.Share:
 		t.epoch, t.number, t.offer = f.Epoch, 0, 0
 		t.shared, t.state, t.left, t.count, t.began = true, turnHeld, 0, 0, time.Now()
+		t.idle, t.fresh = time.Time{}, 0
 		s.sharing.Store(true)
 		s.drainTurn(t)
 	case turn.Grant:
@@ -457,9 +525,16 @@ func (t *deviceTurns) handle(f turn.Frame) {
 	case turn.Lapse:
 		if f.Epoch == t.epoch && f.Number == t.number && t.state == turnHeld {
 			t.left = 0
+			if !t.idle.IsZero() { // it waits for a command
+				t.over()
+				return
+			}
 			name, ok := t.keeper()
+			if !ok {
+				return
+			}
 			s.log.Warn("a command keeps the GPU while other sessions wait: they go on beside it", "turn", f.Number, "command", name)
-			if ok && t.names {
+			if t.names {
 				t.tell(turn.Frame{Kind: turn.Keeps, Epoch: t.epoch, Number: t.number, Name: name})
 			}
 		}
