@@ -261,33 +261,34 @@ func windows(all [][]interval, weight []int) (f shares, err error) {
 	}
 	end := from + n*shareWindow.Nanoseconds()
 	f.busy = float64(covered(slices.Concat(all...), from, end)) / float64(end-from)
-	for _, runs := range all {
-		for _, x := range runs {
-			if x.start >= from && x.end <= end {
-				f.rate += float64(time.Second) / float64(end-from)
+	runs := within(all, from, end)
+	f.rate = float64(len(runs)) / time.Duration(end-from).Seconds()
+	f.same, f.other = gaps(runs)
+	return f, nil
+}
+
+// kernelRun is when a kernel of a program ran.
+type kernelRun struct {
+	interval
+	of int
+}
+
+// within returns the kernels of all programs in a time, in the order in which they began.
+func within(all [][]interval, from, to int64) (runs []kernelRun) {
+	for i, of := range all {
+		for _, x := range of {
+			if x.start >= from && x.end <= to {
+				runs = append(runs, kernelRun{x, i})
 			}
 		}
 	}
-	f.same, f.other = gaps(all, from, end)
-	return f, nil
+	slices.SortFunc(runs, func(a, b kernelRun) int { return cmp.Compare(a.start, b.start) })
+	return runs
 }
 
 // gaps returns the means of how long nothing ran before a kernel that follows one of the same
 // program, and of another one. They are 0 where kernels overlap, and where there are none.
-func gaps(all [][]interval, from, to int64) (same, other time.Duration) {
-	type run struct {
-		interval
-		of int
-	}
-	var runs []run
-	for i, of := range all {
-		for _, x := range of {
-			if x.start >= from && x.end <= to {
-				runs = append(runs, run{x, i})
-			}
-		}
-	}
-	slices.SortFunc(runs, func(a, b run) int { return cmp.Compare(a.start, b.start) })
+func gaps(runs []kernelRun) (same, other time.Duration) {
 	var idle, n [2]int64
 	for i := 1; i < len(runs); i++ {
 		k := 0
@@ -361,7 +362,7 @@ func (b *bench) alone(ctx context.Context) error {
 			return err
 		}
 		single, beside = single+len(one), beside+len(two)
-		same, _ := gaps([][]interval{one}, 0, math.MaxInt64)
+		same, _ := gaps(within([][]interval{one}, 0, math.MaxInt64))
 		idles += same
 	}
 	n, m := float64(single)/(4*aloneRounds), float64(beside)/(4*aloneRounds)

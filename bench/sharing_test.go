@@ -22,7 +22,7 @@ func TestWindowsOfShares(t *testing.T) {
 			t.Errorf("weights %v: %+v, %v", c.weight, f, err)
 		}
 	}
-	same, other := gaps([][]interval{{{0, 10}, {15, 20}, {27, 30}, {70, 80}}, {{40, 50}, {52, 55}, {79, 81}}}, 0, 80)
+	same, other := gaps(within([][]interval{{{0, 10}, {15, 20}, {27, 30}, {70, 80}}, {{40, 50}, {52, 55}, {79, 81}}}, 0, 80))
 	if same != 4 || other != 12 {
 		t.Errorf("idle for %d between kernels of one and for %d between those of two", same, other)
 	}

@@ -75,6 +75,9 @@ func (h *honest) sends(f Frame) {
 	h.unheard++
 }
 
+// holds begins a turn.
+func (h *honest) holds() { h.state, h.offer, h.since = running, 0, h.seat.a.now() }
+
 // hears does what the oldest frame under way says, as an executor does.
 func (h *honest) hears() {
 	f := h.in[0]
@@ -82,12 +85,13 @@ func (h *honest) hears() {
 	h.unheard = 0
 	switch f.Kind {
 	case Share:
-		h.epoch, h.n, h.offer, h.state, h.since = f.Epoch, 0, 0, running, h.seat.a.now()
+		h.epoch, h.n = f.Epoch, 0
+		h.holds()
 	case Free:
 		h.epoch, h.offer, h.state = f.Epoch, 0, free
 	case Grant:
 		if h.state == asked && f.Epoch == h.epoch && f.Number == h.n {
-			h.state, h.offer, h.since = running, 0, h.seat.a.now()
+			h.holds()
 		}
 	case Offer:
 		switch {
@@ -95,7 +99,7 @@ func (h *honest) hears() {
 		case h.state != asked && f.Number == h.n+1:
 			h.offer = f.Number
 		case h.state == asked && f.Number == h.n:
-			h.state, h.offer, h.since = running, 0, h.seat.a.now()
+			h.holds()
 			h.sends(Frame{Kind: Begin})
 		}
 	case Revoke:
@@ -103,6 +107,20 @@ func (h *honest) hears() {
 			h.offer = 0
 		}
 	}
+}
+
+// hearsAll does what all frames under way say.
+func (h *honest) hearsAll() {
+	for h.told(); len(h.in) > 0; {
+		h.hears()
+	}
+}
+
+// asks has a request for a turn under way.
+func (h *honest) asks(kind uint64) {
+	h.n++
+	h.state, h.offer = asked, 0
+	h.sends(Frame{Kind: Ask, What: kind})
 }
 
 // acts does one of the things that an executor may do now.
@@ -124,12 +142,10 @@ func (h *honest) acts(r *rand.Rand) {
 	case h.state == idle && now-h.since < 10*time.Microsecond<<h.thinks:
 	case h.state == idle && h.offer != 0 && r.IntN(2) == 0:
 		h.n++
-		h.state, h.offer, h.since = running, 0, h.seat.a.now()
+		h.holds()
 		h.sends(Frame{Kind: Begin, What: h.kind})
 	case h.state == idle:
-		h.n++
-		h.state, h.offer = asked, 0
-		h.sends(Frame{Kind: Ask, What: h.kind})
+		h.asks(h.kind)
 	case h.state == asked && r.IntN(20) == 0:
 		h.state = idle
 		h.sends(Frame{Kind: Withdraw})
@@ -228,9 +244,7 @@ func TestExecutorsThatKeepTheRulesKeepTheirSeats(t *testing.T) {
 					break
 				}
 				for _, h := range all {
-					for h.told(); len(h.in) > 0; {
-						h.hears()
-					}
+					h.hearsAll()
 					for h.state == running {
 						h.acts(r)
 						tb.lasts(ms, nil)
@@ -251,17 +265,10 @@ func TestExecutorsThatKeepTheRulesKeepTheirSeats(t *testing.T) {
 	}
 }
 
-// asks has the arbiter hear that the executor wants a turn.
-func (h *honest) asks(kind uint64) {
-	h.n++
-	h.state = asked
-	h.sends(Frame{Kind: Ask, What: kind})
-	h.arrives()
-}
-
 // turn is a whole turn of an executor, which nobody else wants.
 func (h *honest) turn(tb *table, kind uint64, d time.Duration) {
-	for h.asks(kind); h.seat.Use().Keeps == 0; tb.lasts(ms/10, nil) {
+	h.asks(kind)
+	for h.arrives(); h.seat.Use().Keeps == 0; tb.lasts(ms/10, nil) {
 	}
 	tb.lasts(d, nil)
 	h.sends(Frame{Kind: End, What: h.says})
@@ -277,9 +284,7 @@ func TestOfferCrossesARequestThatWaits(t *testing.T) {
 		a, b, c := tb.honest("a", "A"), tb.honest("b", "B"), tb.honest("c", "C")
 		a.says = EndOffers
 		for _, h := range []*honest{a, b, c} {
-			for h.told(); len(h.in) > 0; {
-				h.hears()
-			}
+			h.hearsAll()
 			h.sends(Frame{Kind: End, What: h.says})
 			h.arrives()
 		}
@@ -299,7 +304,9 @@ func TestOfferCrossesARequestThatWaits(t *testing.T) {
 		a.told()
 		a.in, a.state = nil, idle
 		b.asks(short) // a is waited for
+		b.arrives()
 		a.asks(long)
+		a.arrives()
 		a.told()
 		if !a.seat.Use().Waiting || !b.seat.Use().Waiting || len(a.in) != 1 {
 			continue

@@ -28,8 +28,7 @@ func TestTurnWaitsForAnApplicationThatComesAtOnce(t *testing.T) {
 	h := newChair(t, a)
 	change(a, patient)
 	c.launch(q, k, b, 1, 1024, 0)
-	h.hears(turn.Ask, 1)
-	h.say(turn.Frame{Kind: turn.Grant, Number: 1})
+	h.grants(1)
 	for range 20 {
 		c.call(&wire.Finish{Queue: q})
 		c.launch(q, k, b, 1, 1024, 0)
@@ -45,45 +44,50 @@ func TestTurnWaitsForAnApplicationThatComesAtOnce(t *testing.T) {
 
 // A turn waits for nobody who does not come soon, and for nobody when it is over.
 func TestTurnThatIsNotWaitedWithEnds(t *testing.T) {
-	for name, to := range map[string]func(*deviceTurns){
-		"nobody comes":          func(t *deviceTurns) { t.think = time.Millisecond },
-		"it thinks for long":    func(t *deviceTurns) { t.soon = time.Minute },
-		"nothing is known":      func(t *deviceTurns) { t.think = -1 },
-		"it has lasted long":    func(t *deviceTurns) { t.length = 1 },
-		"it has its commands":   func(t *deviceTurns) { t.usual = time.Second },
-		"the arbiter takes it":  nil,
-		"the other has gone":    nil,
-		"the session is frozen": nil,
+	set := func(to func(*deviceTurns)) func(*chair, *session) {
+		return func(_ *chair, a *session) { change(a, to) }
+	}
+	nothing := func(*chair, *session) {}
+	for name, x := range map[string]struct{ before, after func(*chair, *session) }{
+		"nobody comes":         {set(func(t *deviceTurns) { t.think = time.Millisecond }), nothing},
+		"it thinks for long":   {set(func(t *deviceTurns) { t.soon = time.Minute }), nothing},
+		"nothing is known":     {set(func(t *deviceTurns) { t.think = -1 }), nothing},
+		"it has lasted long":   {set(func(t *deviceTurns) { t.length = 1 }), nothing},
+		"it has its commands":  {set(func(t *deviceTurns) { t.usual = time.Second }), nothing},
+		"the arbiter takes it": {nothing, func(h *chair, _ *session) { h.say(turn.Frame{Kind: turn.Lapse, Number: 1}) }},
+		"the session is frozen": {nothing, func(h *chair, a *session) {
+			if _, err := a.freeze(h.t.Context(), time.Minute); err != nil {
+				h.t.Fatal(err)
+			}
+		}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			c, a, q, k, b := newDesk(t).ones()
 			h := newChair(t, a)
 			change(a, patient)
-			if to != nil {
-				change(a, to)
-			}
+			x.before(h, a)
 			c.launch(q, k, b, 1, 1024, 0)
-			h.hears(turn.Ask, 1)
-			h.say(turn.Frame{Kind: turn.Grant, Number: 1})
+			h.grants(1)
 			c.call(&wire.Finish{Queue: q})
-			switch name {
-			case "the arbiter takes it":
-				h.say(turn.Frame{Kind: turn.Lapse, Number: 1})
-			case "the other has gone":
-				h.say(turn.Frame{Kind: turn.Free})
-				testkit.Until(t, "it is free", func() error { return testkit.Want(!a.sharing.Load(), "shared") })
-				c.launch(q, k, b, 1, 1024, 0)
-				c.call(&wire.Finish{Queue: q})
-				equal(t, c.read(q, b, 4096), 3)
-				return
-			case "the session is frozen":
-				if _, err := a.freeze(t.Context(), time.Minute); err != nil {
-					t.Fatal(err)
-				}
-			}
+			x.after(h, a)
 			h.hears(turn.End, 1)
 		})
 	}
+}
+
+// A session that gets the GPU for itself while its turn waits goes on without turns.
+func TestTurnThatWaitsIsNotNeededAnyMore(t *testing.T) {
+	c, a, q, k, b := newDesk(t).ones()
+	h := newChair(t, a)
+	change(a, patient)
+	c.launch(q, k, b, 1, 1024, 0)
+	h.grants(1)
+	c.call(&wire.Finish{Queue: q})
+	h.say(turn.Frame{Kind: turn.Free})
+	testkit.Until(t, "it is free", func() error { return testkit.Want(!a.sharing.Load(), "shared") })
+	c.launch(q, k, b, 1, 1024, 0)
+	c.call(&wire.Finish{Queue: q})
+	equal(t, c.read(q, b, 4096), 3)
 }
 
 // How long the application thinks is learned from its commands, whether they find a turn or ask for one.
@@ -99,17 +103,15 @@ func TestThinkTimeIsLearned(t *testing.T) {
 			t.Errorf("it thinks for %v before turn %d", d, n)
 		}
 		c.launch(q, k, b, 1, 1024, 0)
-		h.hears(turn.Ask, n)
-		h.say(turn.Frame{Kind: turn.Grant, Number: n})
+		h.grants(n)
 		c.call(&wire.Finish{Queue: q})
 		h.hears(turn.End, n)
-		time.Sleep(2 * longThink)
+		change(a, func(t *deviceTurns) { t.idle = t.idle.Add(-2 * longThink) }) // so long ago
 	}
 	change(a, patient)
 	before := think()
 	c.launch(q, k, b, 1, 1024, 0)
-	h.hears(turn.Ask, 4)
-	h.say(turn.Frame{Kind: turn.Grant, Number: 4})
+	h.grants(4)
 	c.call(&wire.Finish{Queue: q})
 	c.launch(q, k, b, 1, 1024, 0)
 	c.call(&wire.Finish{Queue: q})

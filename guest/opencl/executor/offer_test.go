@@ -70,6 +70,14 @@ func (h *chair) hears(k turn.Kind, number uint64) turn.Frame {
 	return f
 }
 
+// grants gives the session the turn that it asks for.
+func (h *chair) grants(number uint64) turn.Frame {
+	h.t.Helper()
+	f := h.hears(turn.Ask, number)
+	h.say(turn.Frame{Kind: turn.Grant, Number: number})
+	return f
+}
+
 // offers waits until the session knows what it is offered: 0, nothing.
 func (h *chair) offers(a *session, number uint64) {
 	h.t.Helper()
@@ -118,8 +126,7 @@ func TestOfferOfWhatWasAskedForIsTaken(t *testing.T) {
 	h.say(turn.Frame{Kind: turn.Grant, Number: 1}) // was under way
 	c.call(&wire.Finish{Queue: q})
 	c.launch(q, k, b, 1, 1024, 0)
-	h.hears(turn.Ask, 2)
-	h.say(turn.Frame{Kind: turn.Grant, Number: 2})
+	h.grants(2)
 	c.call(&wire.Finish{Queue: q})
 	equal(t, c.read(q, b, 4096), 3)
 }
@@ -150,8 +157,7 @@ func TestOfferIsVoid(t *testing.T) {
 	} {
 		voids()
 		c.launch(q, k, b, 1, 1024, 0)
-		h.hears(turn.Ask, n)
-		h.say(turn.Frame{Kind: turn.Grant, Number: n})
+		h.grants(n)
 		h.hears(turn.End, n)
 		c.call(&wire.Finish{Queue: q})
 		n++
@@ -183,8 +189,7 @@ func TestCommandThatIsReadyTakesWhatWasOffered(t *testing.T) {
 		t.Fatalf("%+v after the first turn", f)
 	}
 	h.hears(turn.End, 2)
-	h.hears(turn.Ask, 3)
-	h.say(turn.Frame{Kind: turn.Grant, Number: 3})
+	h.grants(3)
 	h.hears(turn.End, 3)
 	c.call(&wire.Finish{Queue: q})
 	equal(t, c.read(q, b, 4096), 4)

@@ -48,12 +48,11 @@ type deviceTurns struct {
 	offer  uint64 // the turn after this one, if it may begin without being asked for; 0: it may not
 	state  turnState
 	left   int           // commands that the turn may still have
-	count  int           // commands that it has had
 	began  time.Time     // when it was granted
 	length time.Duration // for how long it waits for the application's next command at most, from then on
 	soon   time.Duration // how long that may usually take
 	since  time.Time     // when its commands that run began to
-	fresh  int           // how many these are
+	count  int           // how many these are; 0: it has had none
 	idle   time.Time     // when the last of its commands ended; zero: some run, or the next one has come
 	think  time.Duration // from then to the next command, on average; less than 0: unknown
 	again  *time.Timer   // ends the turn if no command comes
@@ -143,7 +142,6 @@ func (s *session) launch(q *queue, op wire.Op, k *kernel, ev cl.Event) {
 	cl.RetainEvent(ev)
 	t.left--
 	t.count++
-	t.fresh++
 	t.last = append(t.last, launched{q: q, seq: q.seq, ev: ev, name: nameOf(op, k)})
 	t.await()
 }
@@ -157,7 +155,7 @@ func (t *deviceTurns) begin(number, what uint64, name string) {
 // hold has the session have its turn.
 func (t *deviceTurns) hold(number uint64) {
 	t.state, t.number, t.offer, t.count, t.began = turnHeld, number, 0, 0, time.Now()
-	t.since, t.fresh = t.began, 0
+	t.since = t.began
 	t.left = mostInTurn
 	if t.usual > 0 {
 		t.left = int(min(max(turnLength/t.usual, 1), mostInTurn))
@@ -247,7 +245,7 @@ func (t *deviceTurns) comes() {
 		t.think = d
 	}
 	t.think += (d - t.think) / 8
-	t.idle, t.since, t.fresh = time.Time{}, now, 0
+	t.idle, t.since, t.count = time.Time{}, now, 0
 }
 
 // stays returns for how long the turn, none of whose commands runs, still waits for the next one: 0, not at all.
@@ -275,8 +273,8 @@ func (t *deviceTurns) over() {
 	s.settleAll()
 	if t.shared && t.state == turnHeld {
 		now := time.Now()
-		if t.fresh > 0 && t.idle.IsZero() {
-			each := now.Sub(t.since) / time.Duration(t.fresh)
+		if t.count > 0 && t.idle.IsZero() {
+			each := now.Sub(t.since) / time.Duration(t.count)
 			if t.usual == 0 {
 				t.usual = each
 			}
@@ -285,15 +283,13 @@ func (t *deviceTurns) over() {
 		}
 		if d := t.stays(now); d > 0 {
 			t.again.Reset(d)
-			s.gateIfIdle()
-			s.advance()
-			return
+		} else {
+			t.end()
 		}
-		t.end()
 	}
 	s.gateIfIdle()
-	if t.offer != 0 {
-		s.advance() // what is ready begins the next turn
+	if t.state == turnHeld || t.offer != 0 {
+		s.advance() // what is ready is in this turn, or begins the next one
 	} else {
 		s.askTurns()
 	}
@@ -500,7 +496,7 @@ func (t *deviceTurns) handle(f turn.Frame) {
 	case turn.Share:
 		t.epoch, t.number, t.offer = f.Epoch, 0, 0
 		t.shared, t.state, t.left, t.count, t.began = true, turnHeld, 0, 0, time.Now()
-		t.idle, t.fresh = time.Time{}, 0
+		t.idle = time.Time{}
 		s.sharing.Store(true)
 		s.drainTurn(t)
 	case turn.Grant:
