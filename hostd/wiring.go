@@ -320,7 +320,7 @@ func (m *wiring) endpoint(o Options) (*endpoint.Local, error) {
 	}
 	hosts := neighbours{m.node}
 	l := &endpoint.Local{
-		Whereabouts: m.at, Guests: m.guests, Keeper: m.cards, VMs: m.platform.Cards.VMs, Parts: m.mediated, Serves: m.servers.Serves,
+		Whereabouts: m.at, Guests: m.guests, Keeper: m.cards, VMs: m.platform.Cards.VMs, Parts: m.mediated, Domains: m.platform, Serves: m.servers.Serves,
 		Fence: fence, Stash: states,
 		Party: m.records.Party, Borrows: m.records.Borrows, MovedTo: m.records.MovedTo,
 		Files: statFile, Unsafe: o.Config.Devices.UnsafeDisks, TLS: o.Config.Devices.MigrationTLS,

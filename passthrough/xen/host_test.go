@@ -286,6 +286,7 @@ func TestXL(t *testing.T) {
 `+someInfo+`EOF
 ;;
 dmesg) echo '(XEN) I/O virtualisation enabled';;
+"destroy 7") ;;
 *) echo "what is $*?" >&2; exit 3;;
 esac`)
 	if got, err := xl.IOMMU(t.Context()); err != nil || got != On {
@@ -297,6 +298,12 @@ esac`)
 	}
 	if log, err := xl.Log(t.Context()); err != nil || ParseLog(log).IOMMU != On {
 		t.Errorf("%q, %v", log, err)
+	}
+	if err := xl.Destroy(t.Context(), 7); err != nil {
+		t.Error(err)
+	}
+	if err := xl.Destroy(t.Context(), 8); err == nil || !strings.Contains(err.Error(), "what is destroy 8?") {
+		t.Errorf("got %v", err)
 	}
 	if _, err := xl.Group(t.Context(), addr("0000:65:00.0")); !errors.Is(err, ErrUnsupported) {
 		t.Error(err)

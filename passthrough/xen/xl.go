@@ -118,6 +118,12 @@ func (x *XL) Attach(ctx context.Context, domain uint16, f pci.Address) error {
 	return err
 }
 
+// Destroy ends a domain at once.
+func (x *XL) Destroy(ctx context.Context, domain uint16) error {
+	_, err := x.run(ctx, "destroy", strconv.Itoa(int(domain)))
+	return err
+}
+
 // Close does nothing.
 func (x *XL) Close() error { return nil }
 

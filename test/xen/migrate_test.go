@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/lab"
 	"github.com/gpuctl/gpuctl/lab/labtest"
 )
@@ -160,6 +161,16 @@ func TestMigrate(t *testing.T) {
 		show(b)
 		b.has(ctx, "web", bochs)
 		a.free(ctx, "web", bochs)
+		goesOn()
+	})
+	step("a domain that libvirt has forgotten", func() { // as a libvirtd leaves it that is killed while a VM arrives
+		id := strings.TrimSpace(b.run(ctx, "virsh domuuid web"))
+		a.run(ctx, `xl create -p -q /dev/null 'name="web"' 'uuid="`+id+`"' 'type="hvm"' 'memory=32'`)
+		testkit.Until(t, "xena: the domain is ended", func() error {
+			out := a.run(ctx, "xl list")
+			return testkit.Want(!strings.Contains(out, "web"), out)
+		})
+		b.has(ctx, "web", bochs)
 		goesOn()
 	})
 	step("upgrade", func() {

@@ -36,6 +36,17 @@ func (p *Platform) Domains(ctx context.Context) (map[string]Domain, error) {
 	return out, nil
 }
 
+// Unstarted returns the domain of a VM that has never run, whether libvirt knows it or not. Without Xen
+// there is none.
+func (p *Platform) Unstarted(ctx context.Context, uuid string) (id uint16, ok bool, err error) {
+	all, err := p.Domains(ctx)
+	d, ok := all[canonical(uuid)]
+	return d.ID, ok && !d.Ran, err
+}
+
+// End ends a domain of Xen at once, without libvirt.
+func (p *Platform) End(ctx context.Context, id uint16) error { return p.xl.Destroy(ctx, id) }
+
 // Xen reports whether this host is a control domain of Xen.
 func (p *Platform) Xen() bool { return p.xen != nil }
 

@@ -60,6 +60,7 @@ type Platform struct {
 	Vsock func(ctx context.Context, uuid string) (dial func(ctx context.Context, port uint32) (net.Conn, error), err error)
 
 	xen      *xen.Host        // nil: the hypervisor is not Xen
+	xl       *xen.XL          // as xen
 	store    *xenstore.Client // as xen
 	log      *slog.Logger
 	binder   *bind.Binder
@@ -167,8 +168,8 @@ func (p *Platform) hypervisor(ctx context.Context, o Options) error {
 			o.Log.Warn("the hypervisor is asked through xl, which tells less", "err", why)
 		}
 		p.close = append(p.close, hv.Close)
-		p.store, p.xen = store, xen.New(o.Root, store, hv)
-		hypervisor := xenHypervisor{host: p.xen, xl: &xen.XL{}, log: o.Log}
+		p.store, p.xen, p.xl = store, xen.New(o.Root, store, hv), &xen.XL{}
+		hypervisor := xenHypervisor{host: p.xen, xl: p.xl, log: o.Log}
 		c.Hypervisor = hypervisor
 		p.Vchan = func(ctx context.Context, uuid, path string) (net.Conn, error) {
 			id, err := hypervisor.domain(ctx, uuid)

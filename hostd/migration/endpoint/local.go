@@ -52,7 +52,8 @@ type Local struct {
 		Store(ctx context.Context, uuid string, functions []pci.Address) error
 		Unstore(ctx context.Context, uuid string, functions []pci.Address) error
 	}
-	Parts Parts // nil: no mediated GPUs
+	Parts   Parts   // nil: no mediated GPUs
+	Domains Domains // nil: libvirt knows all domains
 	// Serves returns why a VM must stay on this host, as a service VM; nil or empty: it may go.
 	Serves func(uuid string) string
 	Guests *Guests
@@ -95,6 +96,14 @@ type Local struct {
 	sending busy.Set // VMs, by UUID, that Move is about to send, or sends
 	// switching has the VMs, by UUID, that are being started, stopped or undefined.
 	switching busy.Set
+}
+
+// Domains are the hypervisor's, whether libvirt knows them or not.
+type Domains interface {
+	// Unstarted returns the domain of a VM that has never run.
+	Unstarted(ctx context.Context, uuid string) (id uint16, ok bool, err error)
+	// End ends a domain at once, without libvirt.
+	End(ctx context.Context, id uint16) error
 }
 
 // Flow counts what is sent to a host.

@@ -16,7 +16,7 @@ var ErrTwice = errors.New("it runs on two hosts")
 
 // Clear removes the copy of a VM that a migration has left on this host, if the VM
 // belongs to the host home: a copy that is paused and has never run, because the source
-// failed before the end of the migration, or one that has not even begun to arrive. Unless home reports that the VM runs there and
+// failed before the end of the migration, or one that has not even begun to arrive, or that libvirt does not know. Unless home reports that the VM runs there and
 // is not migrating, nothing is changed: the copy might be the only one.
 //
 // If the copy runs while the VM runs at home, the copy is paused, which can be undone.
@@ -36,18 +36,16 @@ func (l *Local) Clear(ctx context.Context, uuid, home string) (cleared bool, err
 	if err == nil && here == migrate.Stopped && l.Client.Driver() == virt.Xen && l.transient(ctx, uuid) {
 		here = migrate.Moving
 	}
+	if err == nil && here == migrate.Absent && l.Domains != nil {
+		return l.clearUnknown(ctx, uuid, home)
+	}
 	if err != nil || here != migrate.Running && here != migrate.Moving {
 		return false, err
 	}
 	if here == migrate.Moving && (l.Client.Driver() != virt.Xen || l.Fence.Halted(uuid)) {
 		return false, nil // qemu ends when the connection from its source ends; a halted copy has run
 	}
-	peer, err := l.Peer(home)
-	if err != nil {
-		return false, err
-	}
-	there, err := (&Remote{Host: home, Service: peer}).Where(ctx, vm.VM{UUID: uuid})
-	if err != nil || there != migrate.Running {
+	if there, err := l.WhereOn(ctx, home, vm.VM{UUID: uuid}); err != nil || there != migrate.Running {
 		return false, err
 	}
 	d, err := l.domain(ctx, uuid)
@@ -63,6 +61,24 @@ func (l *Local) Clear(ctx context.Context, uuid, home string) (cleared bool, err
 	}
 	l.Log.Warn("a migration that lost its source has left a copy of a VM: it is ended", "machine", d.Name, "home", home)
 	return true, l.Client.CancelArrival(ctx, d)
+}
+
+// clearUnknown ends a domain of a VM that has never run and that libvirt does not know: a libvirtd that is killed
+// while a VM arrives on Xen leaves such a one. As long as it is there, that VM can't come to this host.
+func (l *Local) clearUnknown(ctx context.Context, uuid, home string) (cleared bool, err error) {
+	id, ok, err := l.Domains.Unstarted(ctx, uuid)
+	if err != nil || !ok {
+		return false, err
+	}
+	// libvirt knows a VM that arrives before Xen has its domain. So what it does not know now does not arrive.
+	if here, err := l.Where(ctx, uuid); err != nil || here != migrate.Absent {
+		return false, err
+	}
+	if there, err := l.WhereOn(ctx, home, vm.VM{UUID: uuid}); err != nil || there != migrate.Running {
+		return false, err
+	}
+	l.Log.Warn("a libvirtd that has ended has left a domain of a VM that did not arrive: it is ended", "machine", uuid, "domain", id, "home", home)
+	return true, l.Domains.End(ctx, id)
 }
 
 // Withdraw removes the definition of a VM that a migration has left on this host, if the VM

@@ -118,6 +118,62 @@ func TestADefinitionIsNotEnded(t *testing.T) {
 	}
 }
 
+// unlisted are domains of Xen.
+type unlisted struct {
+	id    uint16 // of the VM's domain that has never run; 0: there is none
+	look  func()
+	ended []uint16
+}
+
+func (u *unlisted) Unstarted(_ context.Context, uuid string) (uint16, bool, error) {
+	if u.look != nil {
+		u.look()
+	}
+	return u.id, u.id != 0 && uuid == lost, nil
+}
+
+func (u *unlisted) End(_ context.Context, id uint16) error {
+	u.ended = append(u.ended, id)
+	return nil
+}
+
+// A libvirtd that was killed while a VM arrived has left a domain that it does not know of when it
+// comes back. The domain ends only if nothing arrives and the VM runs at home.
+func TestClearEndsADomainThatLibvirtHasForgotten(t *testing.T) {
+	away := elsewhere{err: connect.NewError(connect.CodeUnavailable, errors.New("no route"))}
+	for name, c := range map[string]struct {
+		id      uint16
+		home    elsewhere
+		arrives bool // while we look
+		ended   bool
+	}{
+		"it runs at home":      {7, elsewhere{presence: "running"}, false, true},
+		"it is the only one":   {7, elsewhere{presence: "absent"}, false, false},
+		"it ended at home":     {7, elsewhere{presence: "stopped"}, false, false},
+		"it comes from there":  {7, elsewhere{presence: "moving"}, false, false},
+		"home does not answer": {7, away, false, false},
+		"nothing is left":      {0, elsewhere{presence: "running"}, false, false},
+		"it arrives just now":  {7, elsewhere{presence: "running"}, true, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s, v := libvirtd(t, "xen")
+			xen := &unlisted{id: c.id}
+			if c.arrives {
+				xen.look = func() { run(t, v); s.Arrive("web") }
+			}
+			fence, err := OpenFence(filepath.Join(t.TempDir(), "tokens.json"), func() string { return "c" })
+			if err != nil {
+				t.Fatal(err)
+			}
+			l := &Local{Fence: fence, Domains: xen, Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return c.home, nil }}}
+			cleared, err := l.Clear(t.Context(), lost, "h2")
+			if cleared != c.ended || (err != nil) != (c.home.err != nil) || (len(xen.ended) == 1) != c.ended {
+				t.Errorf("cleared: %v, %v; ended: %d", cleared, err, xen.ended)
+			}
+		})
+	}
+}
+
 // An operator may pause one of two copies, and let it go on, before hostd does:
 // it has run, and is not ended as one that never did.
 func TestCopyThatTheOperatorPausedIsNotEnded(t *testing.T) {
