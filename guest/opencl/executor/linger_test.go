@@ -18,7 +18,7 @@ func change(a *session, to func(t *deviceTurns)) {
 
 // patient has turns wait for the application's next command, whatever the machine does beside it.
 func patient(t *deviceTurns) {
-	t.think, t.soon, t.length, t.usual = time.Hour, 2*time.Hour, 4*time.Hour, 0 // 0: it may have many commands
+	t.think, t.soon, t.length, t.usual = time.Hour, 2*time.Hour, 8*time.Hour, 0 // 0: it may have many commands
 }
 
 // An application that waits for each of its commands has several of them in one turn, if it comes with the next
@@ -44,32 +44,35 @@ func TestTurnWaitsForAnApplicationThatComesAtOnce(t *testing.T) {
 
 // A turn waits for nobody who does not come soon, and for nobody when it is over.
 func TestTurnThatIsNotWaitedWithEnds(t *testing.T) {
+	// set changes a turn that waits, and has it decide anew.
 	set := func(to func(*deviceTurns)) func(*chair, *session) {
-		return func(_ *chair, a *session) { change(a, to) }
+		return func(_ *chair, a *session) {
+			change(a, to)
+			a.turns[0].waited()
+		}
 	}
-	nothing := func(*chair, *session) {}
-	for name, x := range map[string]struct{ before, after func(*chair, *session) }{
-		"nobody comes":         {set(func(t *deviceTurns) { t.think = time.Millisecond }), nothing},
-		"it thinks for long":   {set(func(t *deviceTurns) { t.soon = time.Minute }), nothing},
-		"nothing is known":     {set(func(t *deviceTurns) { t.think = -1 }), nothing},
-		"it has lasted long":   {set(func(t *deviceTurns) { t.length = 1 }), nothing},
-		"it has its commands":  {set(func(t *deviceTurns) { t.usual = time.Second }), nothing},
-		"the arbiter takes it": {nothing, func(h *chair, _ *session) { h.say(turn.Frame{Kind: turn.Lapse, Number: 1}) }},
-		"the session is frozen": {nothing, func(h *chair, a *session) {
+	for name, then := range map[string]func(*chair, *session){
+		"nobody comes":         set(func(t *deviceTurns) { t.think = time.Millisecond }),
+		"it thinks for long":   set(func(t *deviceTurns) { t.soon = time.Minute }),
+		"nothing is known":     set(func(t *deviceTurns) { t.think = -1 }),
+		"it has lasted long":   set(func(t *deviceTurns) { t.began = t.began.Add(-8 * time.Hour) }),
+		"few commands fit":     set(func(t *deviceTurns) { t.length = 3 * time.Hour }),
+		"it has its commands":  set(func(t *deviceTurns) { t.left = 0 }),
+		"the arbiter takes it": func(h *chair, _ *session) { h.say(turn.Frame{Kind: turn.Lapse, Number: 1}) },
+		"the session is frozen": func(h *chair, a *session) {
 			if _, err := a.freeze(h.t.Context(), time.Minute); err != nil {
 				h.t.Fatal(err)
 			}
-		}},
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			c, a, q, k, b := newDesk(t).ones()
 			h := newChair(t, a)
 			change(a, patient)
-			x.before(h, a)
 			c.launch(q, k, b, 1, 1024, 0)
 			h.grants(1)
 			c.call(&wire.Finish{Queue: q})
-			x.after(h, a)
+			then(h, a)
 			h.hears(turn.End, 1)
 		})
 	}

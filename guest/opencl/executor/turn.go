@@ -25,14 +25,18 @@ import (
 // pass a turn on and to get the next one than to run a short command.
 
 const (
-	// turnLength is how long a turn of several commands is meant to be.
-	turnLength = time.Millisecond
+	// turnLength is how long a turn of several commands is meant to be: some times as long as it takes to
+	// pass a turn on (300 µs on a card). Another session waits as long.
+	turnLength = 2 * time.Millisecond
 	// mostInTurn is how many commands a turn has at most.
 	mostInTurn = 128
 	// A turn waits for an application that usually thinks for no longer than soon: for twice that, and
 	// grace more.
 	soon  = 100 * time.Microsecond
 	grace = 50 * time.Microsecond
+	// It does so only if as many commands as fewest fit into it. With some that have two commands, and some that have
+	// one, turns would have no usual length, by which the arbiter says ahead whom it will wait for.
+	fewest = 4
 	// A think time counts as this at most.
 	longThink = time.Millisecond
 )
@@ -250,8 +254,9 @@ func (t *deviceTurns) comes() {
 
 // stays returns for how long the turn, none of whose commands runs, still waits for the next one: 0, not at all.
 func (t *deviceTurns) stays(now time.Time) time.Duration {
+	next := t.think + t.usual // the time that the next command takes
 	if t.count == 0 || t.left <= 0 || t.s.frozen || t.s.gate.Load() || t.think < 0 || t.think > t.soon ||
-		now.Sub(t.began)+t.think+t.usual > t.length {
+		next > t.length/fewest || now.Sub(t.began)+next > t.length {
 		return 0
 	}
 	return max(0, 2*t.think+grace-now.Sub(t.idle))
