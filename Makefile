@@ -17,7 +17,7 @@ STAMP := $(shell git rev-parse HEAD >/dev/null 2>&1 && echo -buildvcs=true || ec
 GOLANGCI = github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.12.2
 
 .DEFAULT_GOAL := build
-.PHONY: bad-network setup build programs binaries deb test test-loaded beside modes mode-unified mode-discrete mode-mixed mode-cards mixed-beside cuda-e2e-beside mixed check unit conform e2e cuda-e2e hosts-e2e cluster-e2e libvirt-e2e property demo cluster-demo remote-demo cuda-demo mmio-demo mutate-mmio bench fuzz fuzz-c chaos chaos-newer chaos-cluster soak-hostile soak-remote generate lint clean
+.PHONY: bad-network setup build programs binaries deb test test-loaded beside modes mode-unified mode-discrete mode-mixed mode-cards mixed-beside cuda-e2e-beside mixed check unit conform e2e cuda-e2e hosts-e2e cluster-e2e libvirt-e2e property demo cluster-demo remote-demo cuda-demo mmio-demo mutate-mmio bench fuzz fuzz-c chaos chaos-newer chaos-cluster test-older soak-hostile soak-remote generate lint clean
 
 setup:
 	@packaging/setup.sh
@@ -192,6 +192,11 @@ chaos-newer: MEMORY = unified discrete
 chaos-newer: build
 	@for t in e2e property; do CGO_ENABLED=0 $(GO) test -c -trimpath -o .cache/newer/$$t.test ./test/$$t || exit 1; done
 	test/newer.sh .cache/newer $(CHAOSTIME) $(MEMORY)
+
+# Sessions whose executors are of the earlier release REV and of this one by turns.
+test-older: MEMORY = unified discrete
+test-older: build
+	test/older.sh .cache/older $(REV) $(MEMORY)
 
 # Faults in a cluster of five nodes; a minute for some 500.
 FAULTS ?= 500

@@ -7,7 +7,8 @@
 // again and again; mixed for a carrier in every other generation of a session's
 // executors, and an executor in the rest; roam for the same over TLS; relay for that as from a VM without
 // a network; rdma for that over connections as RDMA has them; break for that over connections of
-// contents that break; zstd with everything compressed that can be; or straight for TLS to two lease managers in turn, as of
+// contents that break; zstd with everything compressed that can be; older for executors of an earlier release, whose gpuguest
+// GPUCTL_TEST_OLDER names, and of this one by turns; or straight for TLS to two lease managers in turn, as of
 // two hosts, with contents that go straight from one to the other. GPUCTL_TEST_CARRIER_CUT says
 // which of those connections are cut: never; early, while the application runs; final, while
 // it is frozen; some of them, if it is not set. GPUCTL_TEST_CARRIER_AT is an address at which
@@ -85,7 +86,7 @@ func serveCarried(ctx context.Context, api, apps, dir, users string, anew bool) 
 		real.Users = &confine.Users{Range: r, Dir: "/run/gpuctl/users"}
 	}
 	mode := os.Getenv("GPUCTL_TEST_CARRIER")
-	if !slices.Contains([]string{"tcp", "tls", "cut", "mixed", "roam", "relay", "rdma", "break", "zstd", "straight"}, mode) {
+	if !slices.Contains([]string{"tcp", "tls", "cut", "mixed", "roam", "relay", "rdma", "break", "zstd", "older", "straight"}, mode) {
 		return fmt.Errorf("GPUCTL_TEST_CARRIER is %q", mode)
 	}
 	outage := time.Minute
@@ -100,7 +101,8 @@ func serveCarried(ctx context.Context, api, apps, dir, users string, anew bool) 
 		listen = []string{sameAs(port)}
 	}
 	// hostd is not told of these leases: it would end them, as it has not asked for them.
-	leases, err := lease.New(lease.Config{Dir: dir, Launcher: real, Logger: log, Listen: listen, Most: 4096})
+	far := lease.Config{Dir: dir, Launcher: real, Logger: log, Listen: listen, Most: 4096}
+	leases, err := lease.New(far)
 	if err != nil {
 		return err
 	}
@@ -121,6 +123,12 @@ func serveCarried(ctx context.Context, api, apps, dir, users string, anew bool) 
 		}
 	}
 	l := &launcher{ExecLauncher: real, leases: leases, mode: mode, at: at, outage: outage, ctx: ctx}
+	if mode == "older" {
+		if l.older, err = newOlder(real, far); err != nil {
+			return err
+		}
+		defer l.older.leases.Close()
+	}
 	m, err := session.New(session.Config{
 		Dir: dir, Launcher: l,
 		Logger: log, Faults: os.Getenv("GPUCTL_FAULTS") == "1", CompileAnew: anew,
@@ -136,7 +144,8 @@ func serveCarried(ctx context.Context, api, apps, dir, users string, anew bool) 
 	if err := os.MkdirAll(second, 0o711); err != nil {
 		return err
 	}
-	others, err := lease.New(lease.Config{Dir: second, Launcher: real, Logger: log, Listen: listen, Most: 4096})
+	far.Dir = second
+	others, err := lease.New(far)
 	if err != nil {
 		return err
 	}
@@ -162,6 +171,7 @@ type launcher struct {
 	outage time.Duration
 	ctx    context.Context
 	hosts  *hosts // of the mode straight
+	older  *older // of the mode older
 }
 
 // Launch implements session.Launcher.
@@ -169,16 +179,22 @@ func (l *launcher) Launch(ctx context.Context, spec session.Spec, journal func(s
 	if slices.Contains([]string{"mixed", "roam", "relay", "rdma", "break", "zstd"}, l.mode) && spec.Generation%2 == 0 {
 		return l.ExecLauncher.Launch(ctx, spec, journal)
 	}
-	leases, id := l.hosts.of(&spec)
-	if leases == nil {
-		leases = l.leases
+	exec, leases, id := l.ExecLauncher, l.leases, ""
+	if l.older != nil {
+		if exec, leases = l.older.of(l, spec.Generation); leases == nil {
+			return exec.Launch(ctx, spec, journal)
+		}
+	}
+	if lent, of := l.hosts.of(&spec); lent != nil {
+		leases, id = lent, of
+	} else {
 		rt, lent, err := l.lend(ctx, leases, spec.Runtime, spec.Device)
 		if err != nil {
 			return nil, err
 		}
 		spec.Runtime, id = rt, lent
 	}
-	p, err := l.ExecLauncher.Launch(ctx, spec, journal)
+	p, err := exec.Launch(ctx, spec, journal)
 	if err != nil {
 		return nil, errors.Join(err, leases.EndLease(context.WithoutCancel(ctx), id))
 	}

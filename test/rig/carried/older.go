@@ -1,0 +1,62 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+
+	"github.com/gpuctl/gpuctl/guest/lease"
+	"github.com/gpuctl/gpuctl/guest/session"
+)
+
+// older are executors of an earlier release, as while hosts are upgraded one after the other: those that
+// ran before the upgrade go on, and carriers have far executors on hosts of either release.
+type older struct {
+	*session.ExecLauncher
+	leases *lease.Manager // of far executors
+}
+
+// newOlder returns executors of the gpuguest that GPUCTL_TEST_OLDER names. c is of the lease manager for those of this release.
+func newOlder(newer *session.ExecLauncher, c lease.Config) (*older, error) {
+	binary := os.Getenv("GPUCTL_TEST_OLDER")
+	if _, err := os.Stat(binary); err != nil {
+		return nil, errors.Join(errors.New("GPUCTL_TEST_OLDER names no gpuguest of an earlier release"), err)
+	}
+	c.Dir = filepath.Join(c.Dir, "older")
+	if err := os.MkdirAll(c.Dir, 0o711); err != nil {
+		return nil, err
+	}
+	port := filepath.Join(c.Dir, "carrier-port")
+	c.Listen = []string{sameAs(port)}
+	o := &older{ExecLauncher: &session.ExecLauncher{Binary: binary, Dir: newer.Dir, Users: newer.Users}}
+	c.Launcher = o.ExecLauncher
+	var err error
+	if o.leases, err = lease.New(c); err != nil {
+		return nil, err
+	}
+	return o, os.WriteFile(port, []byte(o.leases.Addresses()[0]), 0o600)
+}
+
+// of returns the launcher of a session's executor, and the lease manager of its far executor; nil: it has none. The
+// generations of a session's executors are by turns: of the earlier release, of this one, this
+// one's carrier to an executor of the earlier, and the other way round.
+func (o *older) of(l *launcher, generation uint32) (*session.ExecLauncher, *lease.Manager) {
+	switch generation % 4 {
+	case 1:
+		return o.ExecLauncher, nil
+	case 2:
+		return l.ExecLauncher, nil
+	case 3:
+		return l.ExecLauncher, o.leases
+	}
+	return o.ExecLauncher, l.leases
+}
+
+// Warm implements session.Launcher.
+func (l *launcher) Warm(ctx context.Context, spec session.Spec) error {
+	if l.older != nil && spec.Dir != "" {
+		return nil // of which release it will be is not known yet
+	}
+	return l.ExecLauncher.Warm(ctx, spec)
+}
