@@ -196,6 +196,7 @@ chaos-newer: build
 # Sessions whose executors are of the earlier release REV and of this one by turns.
 test-older: MEMORY = unified discrete
 test-older: build
+	@test -n '$(REV)' || { echo 'which earlier release? make test-older REV=COMMIT' >&2; exit 2; }
 	test/older.sh .cache/older $(REV) $(MEMORY)
 
 # Faults in a cluster of five nodes; a minute for some 500.
