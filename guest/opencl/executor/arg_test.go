@@ -47,6 +47,53 @@ func TestARefusedArgumentLeavesTheOneBefore(t *testing.T) {
 	equal(t, c.read(q, b, size), 25)
 }
 
+// An application that was not told that an argument is refused believes in it. It gets an error of what it launches then, and not
+// the results of the argument before: of a launch at once, of one that waits, of a clone, and after a swap. Once it has set
+// the argument, all is well.
+func TestAnArgumentThatIsRefusedUnheardKeepsTheKernelFromRunning(t *testing.T) {
+	const size = 4096
+	c, s, ctx, q, k, b := withSum(t, size)
+	clone := c.id()
+	spoil := func(k uint32) {
+		c.post(&wire.SetArg{Kernel: k, Index: 1, Kind: wire.ArgPlain, Size: 8, Value: []byte{9, 0, 0, 0, 0, 0, 0, 0}})
+		c.post(&wire.SetArg{Kernel: k, Index: 0, Kind: wire.ArgMem, Object: 1 << 20, Size: 8})
+	}
+	run := func(k uint32, wait ...uint32) {
+		c.post(&wire.Ndrange{Queue: q, Kernel: k, Dims: 1, Glob0: size / 4, Wait: wait})
+	}
+	fails := func(what string) {
+		t.Helper()
+		if st, _ := c.answer(c.start(&wire.Finish{Queue: q})); st != cl.InvalidKernelArgs {
+			t.Errorf("%s: %v", what, st)
+		}
+		equal(t, c.read(q, b, size), 5)
+	}
+	next := c.executor(2)
+	peer := prepared(t, next)
+	prepare(t, s, next, peer) // with the arguments of before
+	spoil(k)
+	run(k)
+	fails("a launch at once")
+	gate := c.id()
+	c.post(&wire.CreateUserEvent{ID: gate, Context: ctx})
+	run(k, gate)
+	c.post(&wire.SetUserEvent{Event: gate})
+	fails("a launch that waited")
+	c.call(&wire.CloneKernel{ID: clone, Kernel: k})
+	run(clone)
+	fails("a clone")
+	finish(t, s, next, peer)
+	run(k)
+	fails("after a swap")
+	c.post(&wire.SetArg{Kernel: clone, Index: 0, Kind: wire.ArgMem, Object: b, Size: 8})
+	run(clone)
+	fails("a clone, half of whose arguments are set")
+	for _, k := range []uint32{k, clone} {
+		c.launch(q, k, b, 2, size/4, 0)
+	}
+	equal(t, c.read(q, b, size), 9)
+}
+
 // A launch that the runtime refuses is no use of the device that another one would have to allow: programs try how large a
 // work-group may be.
 func TestARefusedWorkGroupDoesNotKeepASessionFromBeingSwapped(t *testing.T) {

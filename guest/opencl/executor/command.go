@@ -380,6 +380,9 @@ func (s *session) ndrange(c call, m *wire.Ndrange) (outcome, error) {
 	if m.Dims < 1 || m.Dims > 3 {
 		return s.refuse(c, q, e, 0, cl.InvalidWorkDimension), nil
 	}
+	if k.refused > 0 {
+		return s.refuse(c, q, e, 0, cl.InvalidKernelArgs), nil
+	}
 	if k.local > s.limits.LocalMemory { // some runtimes crash in this case
 		return s.refuse(c, q, e, 0, cl.OutOfResources), nil
 	}

@@ -78,7 +78,7 @@ func (s *session) dispatch(c call) (after, error) {
 func (s *session) run(c call, m wire.Request) (outcome, error) {
 	switch m := m.(type) {
 	case *wire.SetArg:
-		return s.setArg(m)
+		return s.setArg(c, m)
 	case *wire.Ndrange:
 		return s.ndrange(c, m)
 	case *wire.SessionInfo:

@@ -159,7 +159,7 @@ func (s *session) bindArg(k *kernel, i int) cl.Status {
 	return cl.InvalidArgValue
 }
 
-func (s *session) setArg(m *wire.SetArg) (outcome, error) {
+func (s *session) setArg(c call, m *wire.SetArg) (outcome, error) {
 	k := lookup[kernel](s, m.Kernel)
 	if k == nil {
 		return done(cl.InvalidKernel), nil
@@ -177,10 +177,15 @@ func (s *session) setArg(m *wire.SetArg) (outcome, error) {
 	*a = arg{set: true, kind: m.Kind, size: m.Size, object: m.Object, to: s.named(m.Kind, m.Object), value: m.Value}
 	st := s.bindArg(k, int(m.Index))
 	if st != cl.Success {
-		// If the library has not requested an answer, it does not get this error.
 		s.log.Warn("argument refused", "kernel", k.name, "argument", m.Index, "err", st)
 		*a = old
+		if c.slot == wire.NoSlot {
+			k.lose(int(m.Index)) // the application believes that it is set
+		}
 		return done(st), nil
+	}
+	if old.refused {
+		k.refused--
 	}
 	a.value = append(old.value[:0], m.Value...)
 	switch m.Kind {
@@ -193,6 +198,21 @@ func (s *session) setArg(m *wire.SetArg) (outcome, error) {
 		k.local += a.size
 	}
 	return done(st), nil
+}
+
+// lose has the kernel refuse to be launched until an argument is set again, as what the vendor's kernel has is not
+// what the application has set last.
+func (k *kernel) lose(i int) {
+	a := &k.args[i]
+	if !a.set {
+		return
+	}
+	if a.kind == wire.ArgLocal {
+		k.local -= a.size
+	}
+	*a = arg{refused: true}
+	k.refused++
+	k.stale = true
 }
 
 // written lists the memory objects that a launch with the present arguments may write.

@@ -224,6 +224,7 @@ type kernel struct {
 	writes   []*mem // what a launch with the present arguments may write
 	stale    bool   // writes must be computed again
 	believed bool   // const was believed for them
+	refused  int    // arguments that have to be set again
 	local    uint64 // bytes of local arguments
 	group    uint64 // the largest work-group that was launched
 }
@@ -241,12 +242,13 @@ const (
 )
 
 type arg struct {
-	set    bool
-	kind   uint32
-	size   uint64
-	object uint32
-	to     any // the object that the id refers to: a *mem, a *sampler, or nil
-	value  []byte
+	set     bool
+	refused bool // the runtime has another one, which the application has replaced: it has to be set again
+	kind    uint32
+	size    uint64
+	object  uint32
+	to      any // the object that the id refers to: a *mem, a *sampler, or nil
+	value   []byte
 }
 
 type eventState uint8

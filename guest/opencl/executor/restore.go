@@ -632,17 +632,22 @@ func (s *session) rebind(k *kernel, g *gKernel) error {
 	for i := range g.Args {
 		a, b := &k.args[i], &g.Args[i]
 		if !b.Set {
+			k.lose(i)
 			continue
 		}
 		to := s.named(b.Kind, b.Object)
 		if a.set && a.kind == b.Kind && a.size == b.Size && a.object == b.Object && a.to == to && string(a.value) == string(b.Value) {
 			continue
 		}
-		*a = arg{set: true, kind: b.Kind, size: b.Size, object: b.Object, to: to, value: append([]byte(nil), b.Value...)}
-		if s.argGone(a) {
-			a.set = false
+		now := arg{set: true, kind: b.Kind, size: b.Size, object: b.Object, to: to, value: append([]byte(nil), b.Value...)}
+		if s.argGone(&now) {
+			k.lose(i)
 			continue
 		}
+		if a.refused {
+			k.refused--
+		}
+		*a = now
 		if st := s.bindArg(k, i); st != cl.Success {
 			return fmt.Errorf("kernel %s, argument %d: %w: %w", k.name, i, st, ErrRefused)
 		}
@@ -736,6 +741,7 @@ func (s *session) copyKernel(src *kernel) (*kernel, cl.Status) {
 	k.args = make([]arg, len(src.args))
 	for i, a := range src.args {
 		a.value = append([]byte(nil), a.value...)
+		a.refused = false // the runtime has none
 		k.args[i] = a
 		if !a.set {
 			continue
