@@ -94,9 +94,8 @@ func New(tb testing.TB, opts Options) *Cluster {
 			c.Must(ctx, c.Nodes[0], &clusterv1.Command{Op: &clusterv1.Command_PutIdentity{PutIdentity: &clusterv1.PutIdentity{
 				Identity: &clusterv1.Identity{Id: n.ID, Role: clusterv1.Role_ROLE_HOST, Host: n.Name},
 			}}})
-			if err := c.Leader(ctx).Store().AddServer(ctx, n.ID, n.Address); err != nil {
-				tb.Fatal(err)
-			}
+			// On a busy machine it may be the leader no more.
+			c.Until(ctx, "a leader that adds "+n.ID, func() error { return c.Leader(ctx).Store().AddServer(ctx, n.ID, n.Address) })
 		}
 		if err := n.Store().Joined(ctx); err != nil {
 			tb.Fatal(err)
