@@ -21,19 +21,26 @@ func patient(t *deviceTurns) {
 	t.think, t.soon, t.length, t.usual = time.Hour, 2*time.Hour, 8*time.Hour, 0 // 0: it may have many commands
 }
 
-// An application that waits for each of its commands has several of them in one turn, if it comes with the next
-// one at once. A freeze does not wait for more of them.
-func TestTurnWaitsForAnApplicationThatComesAtOnce(t *testing.T) {
-	c, a, q, k, b := newDesk(t).ones()
-	h := newChair(t, a)
+// turnThatWaits returns a session whose turn waits for the next command: a kernel has added 1 to the ones of buffer b.
+func turnThatWaits(t *testing.T) (c *client, a *session, h *chair, q, k, b uint32) {
+	t.Helper()
+	c, a, q, k, b = newDesk(t).ones()
+	h = newChair(t, a)
 	change(a, patient)
 	c.launch(q, k, b, 1, 1024, 0)
 	h.grants(1)
-	for range 20 {
-		c.call(&wire.Finish{Queue: q})
-		c.launch(q, k, b, 1, 1024, 0)
-	}
 	c.call(&wire.Finish{Queue: q})
+	return c, a, h, q, k, b
+}
+
+// An application that waits for each of its commands has several of them in one turn, if it comes with the next
+// one at once. A freeze does not wait for more of them.
+func TestTurnWaitsForAnApplicationThatComesAtOnce(t *testing.T) {
+	c, a, h, q, k, b := turnThatWaits(t)
+	for range 20 {
+		c.launch(q, k, b, 1, 1024, 0)
+		c.call(&wire.Finish{Queue: q})
+	}
 	if _, err := a.freeze(t.Context(), time.Minute); err != nil {
 		t.Fatal(err)
 	}
@@ -66,12 +73,7 @@ func TestTurnThatIsNotWaitedWithEnds(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			c, a, q, k, b := newDesk(t).ones()
-			h := newChair(t, a)
-			change(a, patient)
-			c.launch(q, k, b, 1, 1024, 0)
-			h.grants(1)
-			c.call(&wire.Finish{Queue: q})
+			_, a, h, _, _, _ := turnThatWaits(t)
 			then(h, a)
 			h.hears(turn.End, 1)
 		})
@@ -80,12 +82,7 @@ func TestTurnThatIsNotWaitedWithEnds(t *testing.T) {
 
 // A session that gets the GPU for itself while its turn waits goes on without turns.
 func TestTurnThatWaitsIsNotNeededAnyMore(t *testing.T) {
-	c, a, q, k, b := newDesk(t).ones()
-	h := newChair(t, a)
-	change(a, patient)
-	c.launch(q, k, b, 1, 1024, 0)
-	h.grants(1)
-	c.call(&wire.Finish{Queue: q})
+	c, a, h, q, k, b := turnThatWaits(t)
 	h.say(turn.Frame{Kind: turn.Free})
 	testkit.Until(t, "it is free", func() error { return testkit.Want(!a.sharing.Load(), "shared") })
 	c.launch(q, k, b, 1, 1024, 0)

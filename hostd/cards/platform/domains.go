@@ -39,9 +39,12 @@ func (p *Platform) Domains(ctx context.Context) (map[string]Domain, error) {
 // Unstarted returns the domain of a VM that has never run, whether libvirt knows it or not. Without Xen
 // there is none.
 func (p *Platform) Unstarted(ctx context.Context, uuid string) (id uint16, ok bool, err error) {
-	all, err := p.Domains(ctx)
-	d, ok := all[canonical(uuid)]
-	return d.ID, ok && !d.Ran, err
+	if p.xen == nil {
+		return 0, false, nil
+	}
+	all, err := p.xen.Domains(ctx)
+	id, ok = unstarted(all, canonical(uuid))
+	return id, ok, err
 }
 
 // End ends a domain of Xen at once, without libvirt.

@@ -62,11 +62,17 @@ func (x xenHypervisor) Owners(ctx context.Context) (map[pci.Address]vm.VM, error
 // Building is true from when libxl has begun to make a domain. It gives it devices at the end.
 func (x xenHypervisor) Building(ctx context.Context, uuid string) (bool, error) {
 	domains, err := x.host.Domains(ctx)
-	return err == nil && building(domains, uuid), err
+	_, ok := unstarted(domains, uuid)
+	return ok, err
 }
 
-func building(domains []xen.Domain, uuid string) bool {
-	return slices.ContainsFunc(domains, func(d xen.Domain) bool { return canonical(d.UUID) == uuid && !d.Ran && !d.Dying })
+// unstarted returns the domain of a VM that has never run.
+func unstarted(domains []xen.Domain, uuid string) (id uint16, ok bool) {
+	i := slices.IndexFunc(domains, func(d xen.Domain) bool { return canonical(d.UUID) == uuid && !d.Ran && !d.Dying })
+	if i < 0 {
+		return 0, false
+	}
+	return domains[i].ID, true
 }
 
 // GuestAddress returns where libxl has put a device, which it writes to xenstore. HVM guests

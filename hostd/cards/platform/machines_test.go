@@ -142,8 +142,8 @@ func TestADomainIsBeingMade(t *testing.T) {
 		"it is paused": {xen.Domain{ID: 3, UUID: uuid, Ran: true, Paused: true}, false}, "it could not be made": {xen.Domain{ID: 3, UUID: uuid, Dying: true}, false},
 		"another one": {xen.Domain{ID: 3, UUID: "11111111-2222-4333-8444-555555555502"}, false},
 	} {
-		if got := building([]xen.Domain{{ID: 0}, c.domain}, uuid); got != c.want {
-			t.Errorf("%s: %v", name, got)
+		if id, got := unstarted([]xen.Domain{{ID: 0}, c.domain}, uuid); got != c.want || got && id != c.domain.ID {
+			t.Errorf("%s: %v, domain %d", name, got, id)
 		}
 	}
 }

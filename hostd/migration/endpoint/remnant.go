@@ -16,8 +16,9 @@ var ErrTwice = errors.New("it runs on two hosts")
 
 // Clear removes the copy of a VM that a migration has left on this host, if the VM
 // belongs to the host home: a copy that is paused and has never run, because the source
-// failed before the end of the migration, or one that has not even begun to arrive, or that libvirt does not know. Unless home reports that the VM runs there and
-// is not migrating, nothing is changed: the copy might be the only one.
+// failed before the end of the migration, one that has not even begun to arrive, or one
+// that libvirt does not know. Unless home reports that the VM runs there and is not
+// migrating, nothing is changed: the copy might be the only one.
 //
 // If the copy runs while the VM runs at home, the copy is paused, which can be undone.
 // The operator must decide which of the two stays. The error wraps ErrTwice then.

@@ -32,6 +32,21 @@ func (e elsewhere) Where(context.Context, *connect.Request[gpuctlv1.SiteMachine]
 	return connect.NewResponse(&gpuctlv1.SiteWhereResponse{Presence: e.presence}), e.err
 }
 
+// tokens opens a host's fence.
+func tokens(t *testing.T, path string) *Fence {
+	t.Helper()
+	f, err := OpenFence(path, func() string { return "c" })
+	if err != nil {
+		t.Fatal(err)
+	}
+	return f
+}
+
+// withHome returns the part of host h1 with the libvirtd v. home answers for every other host.
+func withHome(f *Fence, v *virt.Client, home *elsewhere) *Local {
+	return &Local{Fence: f, Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return *home, nil }}}
+}
+
 // A copy goes only where it is one: paused here, and running at home.
 func TestClear(t *testing.T) {
 	for name, c := range map[string]struct {
@@ -61,11 +76,7 @@ func TestClear(t *testing.T) {
 				c.here(s, "web")
 			}
 			path := filepath.Join(t.TempDir(), "tokens.json")
-			fence, err := OpenFence(path, func() string { return "c" })
-			if err != nil {
-				t.Fatal(err)
-			}
-			l := &Local{Fence: fence, Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return c.home, nil }}}
+			l := withHome(tokens(t, path), v, &c.home)
 			cleared, err := l.Clear(ctx, lost, "h2")
 			if cleared != c.cleared || errors.Is(err, ErrTwice) != c.twice || !c.twice && (err != nil) != (c.home.err != nil && c.driver == "xen") {
 				t.Errorf("cleared: %v, %v", cleared, err)
@@ -73,9 +84,7 @@ func TestClear(t *testing.T) {
 			if c.twice {
 				// It is paused, and never taken for one that has not run, by the next
 				// hostd either.
-				if l.Fence, err = OpenFence(path, func() string { return "c" }); err != nil {
-					t.Fatal(err)
-				}
+				l.Fence = tokens(t, path)
 				if cleared, err := l.Clear(ctx, lost, "h2"); cleared || err != nil {
 					t.Errorf("cleared: %v, %v", cleared, err)
 				}
@@ -101,12 +110,8 @@ func TestADefinitionIsNotEnded(t *testing.T) {
 	if err := v.Destroy(t.Context(), d); err != nil {
 		t.Fatal(err)
 	}
-	fence, err := OpenFence(filepath.Join(t.TempDir(), "tokens.json"), func() string { return "c" })
-	if err != nil {
-		t.Fatal(err)
-	}
 	home := elsewhere{presence: "running"}
-	l := &Local{Fence: fence, Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return home, nil }}}
+	l := withHome(tokens(t, filepath.Join(t.TempDir(), "tokens.json")), v, &home)
 	if cleared, err := l.Clear(t.Context(), lost, "h2"); cleared || err != nil {
 		t.Errorf("cleared: %v, %v", cleared, err)
 	}
@@ -161,11 +166,8 @@ func TestClearEndsADomainThatLibvirtHasForgotten(t *testing.T) {
 			if c.arrives {
 				xen.look = func() { run(t, v); s.Arrive("web") }
 			}
-			fence, err := OpenFence(filepath.Join(t.TempDir(), "tokens.json"), func() string { return "c" })
-			if err != nil {
-				t.Fatal(err)
-			}
-			l := &Local{Fence: fence, Domains: xen, Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return c.home, nil }}}
+			l := withHome(tokens(t, filepath.Join(t.TempDir(), "tokens.json")), v, &c.home)
+			l.Domains = xen
 			cleared, err := l.Clear(t.Context(), lost, "h2")
 			if cleared != c.ended || (err != nil) != (c.home.err != nil) || (len(xen.ended) == 1) != c.ended {
 				t.Errorf("cleared: %v, %v; ended: %d", cleared, err, xen.ended)
@@ -179,12 +181,8 @@ func TestClearEndsADomainThatLibvirtHasForgotten(t *testing.T) {
 func TestCopyThatTheOperatorPausedIsNotEnded(t *testing.T) {
 	_, v := libvirtd(t, "xen")
 	d := run(t, v)
-	fence, err := OpenFence(filepath.Join(t.TempDir(), "tokens.json"), func() string { return "c" })
-	if err != nil {
-		t.Fatal(err)
-	}
 	home := elsewhere{presence: "running"}
-	l := &Local{Fence: fence, Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return home, nil }}}
+	l := withHome(tokens(t, filepath.Join(t.TempDir(), "tokens.json")), v, &home)
 	stays := func(when string) {
 		t.Helper()
 		if cleared, err := l.Clear(t.Context(), lost, "h2"); cleared || err != nil && !errors.Is(err, ErrTwice) {
@@ -208,7 +206,7 @@ func TestCopyThatTheOperatorPausedIsNotEnded(t *testing.T) {
 	stays("the other one goes on")
 
 	// What the driver of a migration finds paused by somebody else is the same.
-	if err := fence.Halt(lost, false); err != nil {
+	if err := l.Fence.Halt(lost, false); err != nil {
 		t.Fatal(err)
 	}
 	if err := l.Pause(t.Context(), lost); err != nil {
@@ -242,14 +240,7 @@ func TestDefinitionThatAMigrationHasLeftIsWithdrawn(t *testing.T) {
 				}
 			}
 			path := filepath.Join(t.TempDir(), "tokens.json")
-			open := func() *Fence {
-				fence, err := OpenFence(path, func() string { return "c" })
-				if err != nil {
-					t.Fatal(err)
-				}
-				return fence
-			}
-			l := &Local{Fence: open(), Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return c.home, nil }}}
+			l := withHome(tokens(t, path), v, &c.home)
 			if err := l.Fence.Admit(&gpuctlv1.SiteMachine{Uuid: lost, Token: 6}); err != nil {
 				t.Fatal(err)
 			}
@@ -264,7 +255,7 @@ func TestDefinitionThatAMigrationHasLeftIsWithdrawn(t *testing.T) {
 				return
 			}
 			define(t, v)
-			l.Fence = open() // of the next hostd
+			l.Fence = tokens(t, path) // of the next hostd
 			if removed, err := l.Withdraw(t.Context(), lost, "h2", 7); removed || err != nil {
 				t.Errorf("defined anew: %v, %v", removed, err)
 			}
@@ -285,12 +276,8 @@ func TestDefinitionThatAMigrationHasLeftIsWithdrawn(t *testing.T) {
 // What somebody else has removed is not looked for again.
 func TestDefinitionThatIsGoneIsNotLookedFor(t *testing.T) {
 	_, v := libvirtd(t, "qemu")
-	fence, err := OpenFence(filepath.Join(t.TempDir(), "tokens.json"), func() string { return "c" })
-	if err != nil {
-		t.Fatal(err)
-	}
 	home := elsewhere{presence: "running"}
-	l := &Local{Fence: fence, Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return home, nil }}}
+	l := withHome(tokens(t, filepath.Join(t.TempDir(), "tokens.json")), v, &home)
 	for range 2 {
 		if removed, err := l.Withdraw(t.Context(), lost, "h2", 7); removed || err != nil {
 			t.Errorf("removed: %v, %v", removed, err)
@@ -335,12 +322,8 @@ func TestCopyIsPausedOnAHostWithAFullDisk(t *testing.T) {
 			_, v := libvirtd(t, "xen")
 			d := run(t, v)
 			full := filepath.Join(t.TempDir(), "full", "tokens.json") // its folder is not there
-			fence, err := OpenFence(full, func() string { return "c" })
-			if err != nil {
-				t.Fatal(err)
-			}
 			home := elsewhere{presence: "running"}
-			l := &Local{Fence: fence, Whereabouts: Whereabouts{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return home, nil }}}
+			l := withHome(tokens(t, full), v, &home)
 			if err := pause(l); err != nil {
 				t.Error(err)
 			}
@@ -354,7 +337,7 @@ func TestCopyIsPausedOnAHostWithAFullDisk(t *testing.T) {
 			if err := os.Mkdir(filepath.Dir(full), 0o700); err != nil {
 				t.Fatal(err)
 			}
-			if err := fence.Admit(&gpuctlv1.SiteMachine{Uuid: lost, Token: 7}); err != nil {
+			if err := l.Fence.Admit(&gpuctlv1.SiteMachine{Uuid: lost, Token: 7}); err != nil {
 				t.Fatal(err)
 			}
 			if next, err := OpenFence(full, func() string { return "c" }); err != nil || !next.Halted(lost) {

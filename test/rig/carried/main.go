@@ -95,23 +95,14 @@ func serveCarried(ctx context.Context, api, apps, dir, users string, anew bool) 
 			return fmt.Errorf("GPUCTL_TEST_CARRIER_OUTAGE: %w", err)
 		}
 	}
-	at, port := os.Getenv("GPUCTL_TEST_CARRIER_AT"), filepath.Join(dir, "carrier-port")
-	var listen []string
-	if at == "" {
-		listen = []string{sameAs(port)}
-	}
+	at := os.Getenv("GPUCTL_TEST_CARRIER_AT")
 	// hostd is not told of these leases: it would end them, as it has not asked for them.
-	far := lease.Config{Dir: dir, Launcher: real, Logger: log, Listen: listen, Most: 4096}
-	leases, err := lease.New(far)
+	far := lease.Config{Launcher: real, Logger: log, Most: 4096}
+	leases, err := lends(far, dir, at == "")
 	if err != nil {
 		return err
 	}
 	defer leases.Close()
-	if at == "" {
-		if err := os.WriteFile(port, []byte(leases.Addresses()[0]), 0o600); err != nil {
-			return err
-		}
-	}
 	if mode == "relay" {
 		if real.Relay, err = relayed(ctx, dir, log); err != nil {
 			return err
@@ -124,7 +115,7 @@ func serveCarried(ctx context.Context, api, apps, dir, users string, anew bool) 
 	}
 	l := &launcher{ExecLauncher: real, leases: leases, mode: mode, at: at, outage: outage, ctx: ctx}
 	if mode == "older" {
-		if l.older, err = newOlder(real, far); err != nil {
+		if l.older, err = newOlder(real, far, filepath.Join(dir, "older")); err != nil {
 			return err
 		}
 		defer l.older.leases.Close()
@@ -140,18 +131,31 @@ func serveCarried(ctx context.Context, api, apps, dir, users string, anew bool) 
 	if mode != "straight" {
 		return service.Serve(ctx, log, api, apps, m, m)
 	}
-	second := filepath.Join(dir, "second")
-	if err := os.MkdirAll(second, 0o711); err != nil {
-		return err
-	}
-	far.Dir = second
-	others, err := lease.New(far)
+	others, err := lends(far, filepath.Join(dir, "second"), at == "")
 	if err != nil {
 		return err
 	}
 	defer others.Close()
 	l.hosts = newHosts(leases, others)
 	return service.Serve(ctx, log, api, apps, m, &straight{Manager: m, l: l, log: log})
+}
+
+// lends returns a lease manager with a folder of its own. If it listens, that is where the one before did, as carriers come
+// back to it.
+func lends(c lease.Config, dir string, listens bool) (*lease.Manager, error) {
+	c.Dir = dir
+	if err := os.MkdirAll(dir, 0o711); err != nil {
+		return nil, err
+	}
+	port := filepath.Join(dir, "carrier-port")
+	if listens {
+		c.Listen = []string{sameAs(port)}
+	}
+	m, err := lease.New(c)
+	if err != nil || !listens {
+		return m, err
+	}
+	return m, os.WriteFile(port, []byte(m.Addresses()[0]), 0o600)
 }
 
 // sameAs returns the address that a file has from before, to which carriers come back, or a free one.

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"os"
-	"path/filepath"
 
 	"github.com/gpuctl/gpuctl/guest/lease"
 	"github.com/gpuctl/gpuctl/guest/session"
@@ -18,24 +17,16 @@ type older struct {
 }
 
 // newOlder returns executors of the gpuguest that GPUCTL_TEST_OLDER names. c is of the lease manager for those of this release.
-func newOlder(newer *session.ExecLauncher, c lease.Config) (*older, error) {
+func newOlder(newer *session.ExecLauncher, c lease.Config, dir string) (*older, error) {
 	binary := os.Getenv("GPUCTL_TEST_OLDER")
 	if _, err := os.Stat(binary); err != nil {
 		return nil, errors.Join(errors.New("GPUCTL_TEST_OLDER names no gpuguest of an earlier release"), err)
 	}
-	c.Dir = filepath.Join(c.Dir, "older")
-	if err := os.MkdirAll(c.Dir, 0o711); err != nil {
-		return nil, err
-	}
-	port := filepath.Join(c.Dir, "carrier-port")
-	c.Listen = []string{sameAs(port)}
 	o := &older{ExecLauncher: &session.ExecLauncher{Binary: binary, Dir: newer.Dir, Users: newer.Users}}
 	c.Launcher = o.ExecLauncher
 	var err error
-	if o.leases, err = lease.New(c); err != nil {
-		return nil, err
-	}
-	return o, os.WriteFile(port, []byte(o.leases.Addresses()[0]), 0o600)
+	o.leases, err = lends(c, dir, true)
+	return o, err
 }
 
 // of returns the launcher of a session's executor, and the lease manager of its far executor; nil: it has none. The
