@@ -4,8 +4,9 @@
  *   clbench [--n N] [--mib M] [--pipelined P] [--rounds R]
  */
 #include "clx.h"
+#include <semaphore.h>
 
-enum { REGIONS = 1024 };
+enum { REGIONS = 1024, CALLBACKS = 500, CALLBACK_SECONDS = 10, TAKES_US = 300 };
 
 static double *samples;
 static int count;
@@ -13,6 +14,11 @@ static int count;
 static void report(const char *name, double scale) {
     qsort(samples, (size_t)count, sizeof *samples, clx_dbl_cmp);
     printf(", \"%s_p50\": %.4f, \"%s_p99\": %.4f", name, samples[count / 2] * scale, name, samples[(int)(count * 0.99)] * scale);
+}
+
+static void CL_CALLBACK told(cl_event e, cl_int status, void *sem) {
+    (void)e, (void)status;
+    sem_post(sem);
 }
 
 static double median(double *v, int n) {
@@ -102,6 +108,44 @@ int main(int argc, char **argv) {
         samples[i] = clx_now() - t;
     }
     report("buffer_us", 1e6);
+    cl_program prog2 = clx_build(c, d, "kernel void takes(global uint *a, uint rounds) { uint x = a[0]; for (uint i = 0; i < rounds; i++) x = x * 2654435761u + i; a[0] = x; }", "");
+    cl_kernel takes = clCreateKernel(prog2, "takes", &e);
+    CLX_OK(e);
+    CLX_OK(clSetKernelArg(takes, 0, sizeof b, &b));
+    for (cl_uint rounds = 1000, enough = 0; enough < 3 && rounds < 1u << 30; rounds += enough ? 0 : rounds / 2) {
+        CLX_OK(clSetKernelArg(takes, 1, sizeof rounds, &rounds));
+        t = clx_now();
+        CLX_OK(clEnqueueNDRangeKernel(q, takes, 1, NULL, &one, NULL, 0, NULL, NULL));
+        CLX_OK(clFinish(q));
+        enough = clx_now() - t >= TAKES_US * 1e-6 ? enough + 1 : 0;
+    }
+    sem_t ended;
+    CLX_CHECK(!sem_init(&ended, 0, 0), "no semaphore");
+    count = n < CALLBACKS ? n : CALLBACKS;
+    for (int i = 0; i < count; i++) {
+        t = clx_now();
+        CLX_OK(clEnqueueNDRangeKernel(q, takes, 1, NULL, &one, NULL, 0, NULL, NULL));
+        CLX_OK(clFinish(q));
+        samples[i] = clx_now() - t;
+    }
+    report("takes_us", 1e6);
+    for (int i = 0; i < count; i++) { /* the same kernel, and the callback that tells its end */
+        cl_event ev;
+        struct timespec until;
+        clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_sec += CALLBACK_SECONDS;
+        t = clx_now();
+        CLX_OK(clEnqueueNDRangeKernel(q, takes, 1, NULL, &one, NULL, 0, NULL, &ev));
+        CLX_OK(clSetEventCallback(ev, CL_COMPLETE, told, &ended));
+        CLX_OK(clFlush(q));
+        CLX_CHECK(!sem_timedwait(&ended, &until), "callback %d has not come in %d s", i, CALLBACK_SECONDS);
+        samples[i] = clx_now() - t;
+        CLX_OK(clReleaseEvent(ev));
+    }
+    report("callback_us", 1e6);
+    count = n;
+    CLX_OK(clReleaseKernel(takes));
+    CLX_OK(clReleaseProgram(prog2));
     double v[64], w[64];
     for (int r = 0; r < rounds; r++) {
         t = clx_now();

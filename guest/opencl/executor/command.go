@@ -476,6 +476,7 @@ func (s *session) finish(c call, m *wire.Finish) (outcome, error) {
 		s.settle(q, q.seq == q.idle)
 		s.settleAll()
 		s.bury(q.ctx)
+		s.endTurns()
 		s.gateIfIdle()
 		s.reply(slot, q.take(st), nil)
 		s.dropQueue(q)

@@ -14,6 +14,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
+	"github.com/gpuctl/gpuctl/internal/exact"
 )
 
 // Errors of the control interface.
@@ -406,7 +407,7 @@ func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, er
 		if ctx.Err() != nil {
 			return undo("given up by the caller")
 		}
-		time.Sleep(nap)
+		exact.Sleep(nap)
 	}
 	if !s.out.hold(ctx, deadline) {
 		return undo()

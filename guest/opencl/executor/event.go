@@ -7,6 +7,7 @@ import (
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+	"github.com/gpuctl/gpuctl/internal/exact"
 )
 
 // clock converts the device's timestamps to those of the session, in nanoseconds. They
@@ -337,31 +338,52 @@ func (s *session) wakeWatches() {
 	}
 }
 
+// Between two looks at the events whose callbacks are waited for.
+const (
+	firstLook = 20 * time.Microsecond
+	lastLook  = time.Millisecond
+	// The wait is as long as the part 1/lookPart of how long the youngest event is looked at already, so a
+	// callback comes late by that part of its command's time at most.
+	lookPart = 8
+	// Looks take the part 1/looksCost of the time at most, however many the events are.
+	looksCost = 8
+)
+
 // watchEvents delivers event callbacks. It polls, first often and then less and less,
 // because a thread for each event would cost more.
 func (s *session) watchEvents() {
-	const first, last = 20 * time.Microsecond, time.Millisecond
-	nap := first
+	woken := make(chan struct{}, 1)
+	timer := exact.NewTimer(func() {
+		select {
+		case woken <- struct{}{}:
+		default:
+		}
+	})
+	defer timer.Close()
+	since := time.Now()
 	for !s.closed.Load() {
 		s.mu.Lock()
+		look := time.Now()
 		n, hit := len(s.watches), s.deliver()
+		now := time.Now()
 		s.mu.Unlock()
 		if hit {
-			nap = first
+			since = now
 		}
 		if n == 0 {
 			select {
 			case <-s.watchWake:
 			case <-time.After(time.Second):
 			}
-			nap = first
+			since = time.Now()
 			continue
 		}
+		timer.Reset(max(min(max(now.Sub(since)/lookPart, firstLook), lastLook), looksCost*now.Sub(look)))
 		select {
 		case <-s.watchWake:
-		case <-time.After(nap):
+			since = time.Now()
+		case <-woken:
 		}
-		nap = min(nap*2, last)
 	}
 }
 
@@ -435,7 +457,7 @@ func (s *session) awaitPushed(ctx context.Context, deadline time.Time) bool {
 		if pushed || ctx.Err() != nil || time.Now().After(deadline) {
 			return pushed
 		}
-		time.Sleep(nap)
+		exact.Sleep(nap)
 	}
 }
 

@@ -13,6 +13,7 @@ import (
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
+	"github.com/gpuctl/gpuctl/internal/exact"
 )
 
 // sink receives exported contents.
@@ -176,7 +177,7 @@ func ended(e cl.Event) (st cl.Status, over bool) {
 		if now, x := cl.EventStatus(e); x != cl.Success || now <= cl.Complete {
 			return st, true
 		}
-		time.Sleep(nap)
+		exact.Sleep(nap)
 	}
 	return st, false
 }

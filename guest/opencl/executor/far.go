@@ -14,6 +14,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+	"github.com/gpuctl/gpuctl/internal/exact"
 	"github.com/gpuctl/gpuctl/internal/link"
 )
 
@@ -286,7 +287,7 @@ func (f *farEnd) drain(ctx context.Context) error {
 		if err := ctx.Err(); err != nil {
 			return fmt.Errorf("%w: it has not taken all requests that have come: %w", ErrBusy, err)
 		}
-		time.Sleep(20 * time.Microsecond)
+		exact.Sleep(20 * time.Microsecond)
 	}
 	return nil
 }
