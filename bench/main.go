@@ -68,7 +68,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	swaps := fs.Int("swaps", 20, "swaps for the stand-still figures")
 	mib := fs.Int("mib", 256, "size of the bulk transfers, MiB")
 	gib := fs.Int("gib", 16, "state of the big swaps on a real GPU, GiB")
-	only := fs.String("only", "", "run only the parts that `NAMES`, with commas between, say: calls, transfers, compute, programs, swap, suspend, replay, remote, moved, footprint, sharing, cluster, inventory, mmio, gpu, chaos, hostile (the last only if it is named)")
+	only := fs.String("only", "", "run only the parts that `NAMES`, with commas between, say: calls, sequences, transfers, compute, programs, swap, suspend, replay, remote, moved, footprint, sharing, cluster, inventory, mmio, gpu, chaos, hostile (the last only if it is named)")
 	operations := fs.Int("operations", 200, "operations of the part chaos, of which 30 % are to fail and 10 % are killed")
 	together := fs.Int("together", 1, "programs at a time of the part chaos")
 	program := fs.String("program", "", "`arguments` of the program of the part chaos, instead of those of four kinds in turns")
@@ -107,6 +107,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		run         func(context.Context) error
 	}{
 		{"calls", "Costs of single calls", b.calls},
+		{"sequences", "Common sequences of calls", b.sequences},
 		{"transfers", "Transfers of clpeak", b.transfers},
 		{"compute", "Kernels of clpeak and hashcat", b.compute},
 		{"programs", "Whole programs", b.programs},

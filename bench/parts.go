@@ -3,10 +3,12 @@ package main
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"math"
 	"os"
 	"os/exec"
@@ -116,13 +118,15 @@ func (b *bench) pair(ctx context.Context, r *rig.Rig, run func(*exec.Cmd, bool) 
 	return nil
 }
 
-func (b *bench) calls(ctx context.Context) error {
+// numbers runs a program that prints a JSON object natively and through gpuctl in turns. Its numbers are in got, by whether
+// that was gpuctl and by name; names has the names in their order.
+func (b *bench) numbers(ctx context.Context, program string, args ...string) (got map[bool]map[string][]float64, names []string, err error) {
 	r, err := b.start(ctx)
 	if err != nil {
-		return err
+		return nil, nil, err
 	}
 	defer r.Close()
-	got := map[bool]map[string][]float64{false: {}, true: {}}
+	got = map[bool]map[string][]float64{false: {}, true: {}}
 	err = b.pair(ctx, r, func(cmd *exec.Cmd, ours bool) error {
 		text, err := output(cmd)
 		if err != nil {
@@ -137,8 +141,32 @@ func (b *bench) calls(ctx context.Context) error {
 				got[ours][k] = append(got[ours][k], f)
 			}
 		}
+		names = slices.SortedFunc(maps.Keys(v), func(x, y string) int {
+			return cmp.Compare(bytes.Index(text, []byte(strconv.Quote(x))), bytes.Index(text, []byte(strconv.Quote(y))))
+		})
 		return nil
-	}, r.Program("clbench"), "--mib", strconv.Itoa(b.mib))
+	}, append([]string{r.Program(program)}, args...)...)
+	return got, names, err
+}
+
+// sequences measures common sequences of calls.
+func (b *bench) sequences(ctx context.Context) error {
+	got, names, err := b.numbers(ctx, "sequences")
+	if err != nil {
+		return err
+	}
+	logs, n := 0.0, 0
+	for _, name := range names {
+		native, ours := median(got[false][name]), median(got[true][name])
+		b.report.add(name+", p50", "µs", native, ours, "", nil)
+		logs, n = logs+math.Log(ours/native), n+1
+	}
+	b.report.add("all, to native: geometric mean", "", 1, math.Exp(logs/float64(n)), "", nil)
+	return nil
+}
+
+func (b *bench) calls(ctx context.Context) error {
+	got, _, err := b.numbers(ctx, "clbench", "--mib", strconv.Itoa(b.mib))
 	if err != nil {
 		return err
 	}
