@@ -88,6 +88,6 @@ func (t *Timer) read(file *os.File) {
 // Sleep waits for d. Its thread waits, so it is for a few goroutines at a time.
 func Sleep(d time.Duration) {
 	until := unix.NsecToTimespec(d.Nanoseconds())
-	for unix.ClockNanosleep(unix.CLOCK_MONOTONIC, 0, &until, &until) == unix.EINTR { //nolint:revive // until is what is left
+	for unix.ClockNanosleep(unix.CLOCK_MONOTONIC, 0, &until, &until) == unix.EINTR { // until is what is left
 	}
 }
