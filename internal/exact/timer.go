@@ -36,27 +36,17 @@ func (t *Timer) Reset(d time.Duration) {
 	}
 }
 
-// Stop has f not be called, if its call has not begun.
-func (t *Timer) Stop() {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	switch {
-	case t.coarse != nil:
-		t.coarse.Stop()
-	case t.file != nil && !t.closed:
-		t.set(0)
-	}
-}
-
 // Close stops the timer for good, and frees what it has. A call of f that has begun goes on.
 func (t *Timer) Close() {
-	t.Stop()
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if t.file != nil && !t.closed {
-		_ = t.file.Close()
-	}
 	t.closed = true
+	if t.coarse != nil {
+		t.coarse.Stop()
+	}
+	if t.file != nil {
+		_ = t.file.Close() // again: an error, and nothing else
+	}
 }
 
 // open makes the descriptor, and reports whether there is one.

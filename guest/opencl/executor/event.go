@@ -378,7 +378,7 @@ func (s *session) watchEvents() {
 			since = time.Now()
 			continue
 		}
-		timer.Reset(max(min(max(now.Sub(since)/lookPart, firstLook), lastLook), looksCost*now.Sub(look)))
+		timer.Reset(max(firstLook, min(now.Sub(since)/lookPart, lastLook), looksCost*now.Sub(look)))
 		select {
 		case <-s.watchWake:
 			since = time.Now()
