@@ -188,8 +188,17 @@ func (a *Arbiter) unlock() {
 
 func (a *Arbiter) report(e Event, s *Seat, lasted time.Duration, err error) {
 	a.reports = append(a.reports, Report{
-		Event: e, GPU: a.gpu, Session: s.who.Session, Owner: s.who.Owner, Name: s.name, For: lasted, Waiting: a.waiting(), Err: err,
+		Event: e, GPU: a.gpu, Session: s.who.Session, Owner: s.who.Owner, Name: s.name, For: lasted, Waiting: a.others(s), Err: err,
 	})
+}
+
+// others returns how many sessions wait, or have their turn, beside one.
+func (a *Arbiter) others(s *Seat) int {
+	n := a.waiting()
+	if a.running != nil && a.running != s {
+		n++
+	}
+	return n
 }
 
 // waiting returns how many sessions have asked and wait.
@@ -307,9 +316,10 @@ func (a *Arbiter) stop(now time.Duration, s *Seat) {
 		s.expire.Stop()
 		s.excused = false
 		s.use.Overrun += now - s.since - s.charged
-		if s.charged > 0 {
+		if s.overdue {
 			a.report(Ended, s, now-s.since, nil)
-		} else { // it began too late, and was charged to nobody
+		}
+		if s.charged == 0 { // it began too late, and was charged to nobody
 			s.barred = now + max(barredFor, barredTimes*(now-s.since))
 		}
 	case free, idle:
@@ -439,8 +449,8 @@ func (a *Arbiter) begin(now time.Duration, s *Seat, f Frame) {
 		// Another turn has been granted meanwhile. This one goes on beside it, as one that was taken
 		// back; that has to be rare, so there are no offers for some time afterwards.
 		a.stop(now, s)
-		s.state, s.since, s.charged = lapsed, now, 0
-		a.expire(s, a.cfg.End)
+		s.state, s.since, s.charged, s.overdue = lapsed, now, 0, false
+		a.late(s)
 		return
 	}
 	if s.state == idle {
@@ -458,28 +468,51 @@ func (a *Arbiter) lapse(now time.Duration, s *Seat) {
 	a.books("end", a.sched.End(now, s.owner.id, ran))
 	s.use.Busy += ran
 	s.use.Turns++
-	s.use.Lapses++
 	s.state, s.charged = lapsed, ran
-	a.tell(s, Frame{Kind: Lapse, Epoch: s.epoch, Number: s.number})
-	a.report(Overdue, s, ran, nil)
-	a.expire(s, max(a.cfg.End-ran, 0))
+	a.tooLong(now, s)
 }
 
-// expire has the session of a turn that was taken back be ended after so long.
-func (a *Arbiter) expire(s *Seat, left time.Duration) {
-	if a.cfg.End == 0 {
-		left = timeshare.MaxTime
+// late has a turn that began too late, and goes on beside others, be told of when it has lasted as long as a turn may.
+func (a *Arbiter) late(s *Seat) {
+	a.after(s, a.cfg.Limit, func(now time.Duration) {
+		if a.others(s) == 0 {
+			a.late(s)
+		} else {
+			a.tooLong(now, s)
+		}
+	})
+}
+
+// tooLong tells of a turn that was taken back, and has its session be ended if it goes on. It has the time from now on: nobody
+// may have waited until now.
+func (a *Arbiter) tooLong(now time.Duration, s *Seat) {
+	s.use.Lapses++
+	s.overdue = true
+	a.tell(s, Frame{Kind: Lapse, Epoch: s.epoch, Number: s.number})
+	a.report(Overdue, s, now-s.since, nil)
+	left := timeshare.MaxTime
+	if a.cfg.End != 0 {
+		left = a.cfg.End - a.cfg.Limit
 	}
-	epoch, number := s.epoch, s.number
-	s.expire = time.AfterFunc(left, func() {
-		a.mu.Lock()
-		defer a.unlock()
-		switch now := a.now(); {
-		case s.state != lapsed || s.epoch != epoch || s.number != number || s.gone || a.cfg.End == 0:
+	a.after(s, left, func(now time.Duration) {
+		switch {
+		case a.cfg.End == 0:
 		case a.wanted(now, s):
 			a.report(Endless, s, now-s.since, nil)
 		default:
 			s.excused = true
+		}
+	})
+}
+
+// after does something if a turn that was taken back still lasts after d.
+func (a *Arbiter) after(s *Seat, d time.Duration, do func(now time.Duration)) {
+	epoch, number := s.epoch, s.number
+	s.expire = time.AfterFunc(d, func() {
+		a.mu.Lock()
+		defer a.unlock()
+		if s.state == lapsed && s.epoch == epoch && s.number == number && !s.gone {
+			do(a.now())
 		}
 	})
 }

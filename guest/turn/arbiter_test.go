@@ -433,6 +433,22 @@ func TestTurnThatDoesNotEndMayLastWhenNobodyWantsTheGPUAnyMore(t *testing.T) {
 	}
 }
 
+// A turn that nobody minded until now is taken back at once, and its session gets the time that all get.
+func TestTurnThatLastedLongBeforeAnybodyWaitedIsNotEndedAtOnce(t *testing.T) {
+	const end = 300 * ms
+	tb := newTable(t, func(c *Config) { c.Limit, c.End = 30*ms, end })
+	a, b := tb.two()
+	a.ask()
+	a.wants(Grant)
+	time.Sleep(2 * end)
+	began := time.Now()
+	b.ask()
+	b.wants(Grant)
+	if r := tb.told(Endless, "a"); time.Since(began) < end-30*ms || r.For < 3*end-30*ms {
+		t.Errorf("it is to be ended %v after somebody has come, by %+v", time.Since(began), r)
+	}
+}
+
 // The turn was asked for one command, and another one of it does not end.
 func TestCommandThatKeepsATurnIsNamed(t *testing.T) {
 	tb := newTable(t, func(c *Config) { c.Limit, c.End = 30*ms, 0 })

@@ -1,6 +1,7 @@
 package turn
 
 import (
+	"slices"
 	"testing"
 	"time"
 
@@ -171,6 +172,40 @@ func TestTurnThatBeginsTooLateIsTheLastOneForSomeTime(t *testing.T) {
 	defer tb.mu.Unlock()
 	if len(tb.reports) > 0 {
 		t.Errorf("told of %+v", tb.reports)
+	}
+}
+
+// A turn that has begun too late is told of like any other if it doesn't end, and its session is ended.
+func TestTurnThatBeginsTooLateAndDoesNotEndIsToldOf(t *testing.T) {
+	tb := newTable(t, fair)
+	a, b := tb.offered()
+	b.wants(Grant)
+	tb.Arbiter.mu.Lock()
+	tb.cfg.Limit, tb.cfg.End = 30*ms, 100*ms
+	tb.Arbiter.mu.Unlock()
+	a.begins()
+	a.wants(Revoke)
+	a.wants(Lapse)
+	a.send(Frame{Kind: Keeps, Epoch: a.epoch, Number: a.n, Name: "forever"})
+	testkit.Until(t, "the name of what keeps it", func() error {
+		tb.mu.Lock()
+		defer tb.mu.Unlock()
+		named := func(r Report) bool {
+			return r.Event == Overdue && r.Name == "forever" && r.Waiting == 1 && r.For >= 30*ms
+		}
+		return testkit.Want(slices.ContainsFunc(tb.reports, named), tb.reports)
+	})
+	if r := tb.told(Endless, "a"); r.For < 100*ms {
+		t.Errorf("told of %+v", r)
+	}
+	a.end()
+	tb.told(Ended, "a")
+	a.is(idle)
+	if u := a.seat.Use(); u.Lapses != 1 {
+		t.Errorf("it had %+v", u)
+	}
+	if b.state() != running {
+		t.Errorf("b is %s", b.state())
 	}
 }
 

@@ -36,6 +36,7 @@ type Seat struct {
 	named   bool          // by the executor, after the turn was taken back
 	since   time.Duration // when it asked, or its turn began
 	charged time.Duration // of a turn that was taken back
+	overdue bool          // it was told of
 	active  time.Duration // when it had something last
 	stale   int           // frames of earlier epochs
 	offer   uint64        // the turn that may begin, or might, without being asked for; 0: none was in this epoch
