@@ -140,20 +140,25 @@ func (h *Host) Console() string { return filepath.Join(h.dir, "console.log") }
 const cpu = "EPYC,-monitor,-smap,-rdtscp,vme=on,x-force-features=on,-rdseed,-sha-ni,-fxsr-opt,-misalignsse," +
 	"-3dnowprefetch,-osvw,-topoext,-nrip-save,-xsave,-xsaveopt,-xsavec,-xgetbv1,-avx,-avx2,-f16c,-fma"
 
+// lanPort is the UDP port of the loopback's addresses that the hosts' network is made of.
+const lanPort = 7770
+
 // arguments are QEMU's. Paths are relative to the host's folder, but the
-// image's.
-func (h *Host) arguments(img image, port int) []string {
+// image's. lan is what addresses of the hosts' network begin with.
+func (h *Host) arguments(img image, port int, lan string) []string {
 	if h.kvm {
 		return h.kvmArguments(img, port)
 	}
-	other := []string{"xenb", "xena"}[h.index]
 	args := append(h.machine(port), "-smp", "1", "-m", "2560",
 		"-device", "intel-iommu,intremap=on,device-iotlb=on",
 		"-kernel", img.path("xen"),
 		"-append", "dom0_mem=1024M,max:1024M dom0_max_vcpus=1 console=com1 com1=115200,8n1 iommu=verbose,no-sharept spec-ctrl=eager-fpu",
 		// QEMU splits initrd modules at commas: dom0's command line has none.
 		"-initrd", img.path("vmlinuz")+" console=hvc0 "+h.commandLine()+","+img.path("initrd.img"),
-		"-netdev", fmt.Sprintf("dgram,id=lan,local.type=unix,local.path=../net/%s,remote.type=unix,remote.path=../net/%s", h.Name, other))
+		// UDP, which loses packets for a host that boots. Of Unix sockets QEMU does not see that they are full, and asks all the time:
+		// the other host hardly ran for a minute then.
+		"-netdev", fmt.Sprintf("dgram,id=lan,local.type=inet,local.host=%s%d,local.port=%d,remote.type=inet,remote.host=%s%d,remote.port=%d",
+			lan, 1+h.index, lanPort, lan, 2-h.index, lanPort))
 	return append(append(args, h.devices()...), cardArgs()...)
 }
 
@@ -203,7 +208,7 @@ func (h *Host) start(ctx context.Context, img image, ready string, more ...strin
 	if err != nil {
 		return err
 	}
-	c := exec.Command("qemu-system-x86_64", append(h.arguments(img, port), more...)...)
+	c := exec.Command("qemu-system-x86_64", append(h.arguments(img, port, h.lab.lan), more...)...)
 	c.Dir, c.Stdout, c.Stderr = h.dir, log, log
 	c.SysProcAttr = &unix.SysProcAttr{Setsid: true} // it outlives who starts it
 	if err := c.Start(); err != nil {

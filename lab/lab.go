@@ -27,6 +27,7 @@ type Lab struct {
 	source   string // this package's folder
 	cache    string
 	run      string // where the hosts of this instance run, below cache
+	lan      string // what the addresses of the loopback begin with that the hosts' network is made of
 	progress *Progress
 	hosts    []*Host
 	kvm      *Host
@@ -67,7 +68,8 @@ func Open(cache string, progress *Progress) (*Lab, error) {
 	if err != nil {
 		return nil, err
 	}
-	l := &Lab{source: filepath.Join(root, "lab"), cache: cache, run: run, progress: progress}
+	id := sha256.Sum256([]byte(run))
+	l := &Lab{source: filepath.Join(root, "lab"), cache: cache, run: run, lan: fmt.Sprintf("127.%d.%d.", 1+id[0]%254, id[1]), progress: progress}
 	for i, name := range []string{"xena", "xenb"} {
 		dir := filepath.Join(run, name)
 		if err := os.MkdirAll(dir, 0o755); err != nil {
@@ -79,7 +81,7 @@ func Open(cache string, progress *Progress) (*Lab, error) {
 		})
 	}
 	l.kvm = l.newKVM()
-	return l, os.MkdirAll(filepath.Join(run, "net"), 0o755)
+	return l, nil
 }
 
 // Root returns the folder of the repository that holds the working folder.
@@ -253,7 +255,7 @@ func (l *Lab) readyDir(ctx context.Context, img image) (string, error) {
 	sum := sha256.New()
 	fmt.Fprintf(sum, "%s\n%s\n", img.dir, version)
 	for _, h := range l.hosts {
-		fmt.Fprintln(sum, strings.Join(h.arguments(img, 0), "\n"))
+		fmt.Fprintln(sum, strings.Join(h.arguments(img, 0, ""), "\n"))
 	}
 	return filepath.Join(l.cache, "ready-"+hex.EncodeToString(sum.Sum(nil))[:16]), nil
 }

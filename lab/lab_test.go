@@ -195,7 +195,7 @@ func TestArguments(t *testing.T) {
 	hosts := []*Host{{Name: "xena", lab: l}, {Name: "xenb", lab: l, index: 1}}
 	var all [][]string
 	for _, h := range hosts {
-		args := h.arguments(image{"/images/x"}, 2222)
+		args := h.arguments(image{"/images/x"}, 2222, "127.7.7.")
 		all = append(all, args)
 		for i, a := range args {
 			if a == "-initrd" {
