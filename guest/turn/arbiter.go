@@ -86,7 +86,7 @@ type Report struct {
 	Owner   string
 	Name    string        // of the command, as the executor says
 	For     time.Duration // how long the turn has lasted
-	Waiting int           // sessions that wait
+	Waiting int           // sessions that wait, or have their turn beside it
 	Err     error         // of Breach and Gone
 }
 
